@@ -1,0 +1,226 @@
+"""Compressor: a method at work. The pipeline hands it one group of slots per bucket and step.
+
+`SparseCompressor` joins the stations memory -> select -> wire -> exchange for every sparsifying method;
+low-rank methods bring a compressor of their own behind the same face.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.exchange.base import Exchange, Offer, Outcome
+from thinwire.exchange.dense import dense_mean
+from thinwire.exchange.requests import AllReduce, Place, Program
+from thinwire.memory.account import Account
+from thinwire.memory.base import Memory, MemoryState
+from thinwire.plan.groups import Group
+from thinwire.select.base import Picks, Selector
+from thinwire.select.rows import RowTable
+from thinwire.wire.codec import Codec, Flags
+from thinwire.wire.indices import IndexCode
+from thinwire.wire.values import ValueCode
+
+
+@dataclass(frozen=True, eq=False)
+class GroupStep:
+    """One group in one step, as the pipeline hands it over."""
+
+    group: Group
+    gradients: Sequence[Tensor]
+    """Finite local gradients, one 1-D piece per slot in memory order; the compressor may overwrite them."""
+    flags: Flags
+    steps: Sequence[int]
+    """How often each slot has been exchanged before; the same on all ranks."""
+    scale: Tensor | None
+    """The GradScaler's scale of these gradients."""
+    place: Place
+    deterministic: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A group on its way: run `program`, then settle `account`."""
+
+    program: Program[Outcome]
+    account: Account | None
+    slot_bytes: Sequence[float]
+    """Bytes this rank sends on behalf of each slot."""
+    entries: Sequence[int] | None = None
+    """Entries this rank sends per slot where shapes alone tell it; None = the outcome's header has the counts."""
+    compressed: bool = True
+    """False where every element travels; such slots do not count towards the realised density."""
+
+
+class Compressor(ABC):
+    """A method's state and behaviour for all parameters assigned to it."""
+
+    memory: MemoryState | None = None
+    """Where this method holds back what it did not send."""
+
+    @abstractmethod
+    def open(self, step: GroupStep) -> Opened:
+        """Select and encode now; what is left to do is in the returned program."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart beside the memory, by parameter name."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Take from `state` what belongs to this compressor's parameters."""
+
+
+class DenseCompressor(Compressor):
+    """The plain mean, optionally in a narrower dtype on the wire."""
+
+    def __init__(self, wire_dtype: torch.dtype | None) -> None:
+        self.wire_dtype = wire_dtype
+
+    def open(self, step: GroupStep) -> Opened:
+        dtype = self.wire_dtype or step.gradients[0].dtype
+        world = step.place.world
+        slot_bytes = [
+            2 * (world - 1) / world * slot.numel * dtype.itemsize for slot in step.group.slots
+        ]
+        entries = [slot.numel for slot in step.group.slots]
+        return Opened(self._run(step, dtype), None, slot_bytes, entries, compressed=False)
+
+    def _run(self, step: GroupStep, dtype: torch.dtype) -> Program[Outcome]:
+        buffer = torch.zeros(step.group.numel, dtype=dtype, device=step.group.device)
+        torch._foreach_copy_([slot.span(buffer) for slot in step.group.slots], list(step.gradients))
+        # The pipeline zeroed what was not finite; a NaN in its place travels by the sum.
+        buffer[:1] += torch.where(step.flags.non_finite, torch.nan, 0.0)
+        mean = yield from dense_mean(
+            buffer, step.place, deterministic=step.deterministic, phase="dense"
+        )
+        return Outcome(mean, ~torch.linalg.vector_norm(mean.float(), torch.inf).isfinite())
+
+
+class SparseCompressor(Compressor):
+    """memory -> select -> wire -> exchange."""
+
+    def __init__(
+        self,
+        select: Selector,
+        memory: Memory,
+        values: ValueCode,
+        indices: IndexCode,
+        exchange: Exchange,
+    ) -> None:
+        self.session = select.session()
+        self.memory: MemoryState = memory.start()
+        self.values = values
+        self.indices = indices
+        self.exchange = exchange
+        self._codecs: dict[tuple[Group, tuple[Hashable, ...]], Codec] = {}
+
+    def open(self, step: GroupStep) -> Opened:
+        modes = tuple(
+            self.session.mode(slot.name, count)
+            for slot, count in zip(step.group.slots, step.steps, strict=True)
+        )
+        codec = self._codec(step.group, modes)
+        account = self.memory.compensate(step.group, step.gradients, step.scale)
+
+        def pick() -> Picks:
+            return self.session.pick(account.c, codec.table, modes)
+
+        offer = Offer(account, pick, codec, step.flags, step.place, phase="sparse")
+        entries = (
+            [rows.entries for rows in codec.table.rows]
+            if self.session.selector.has_exact_count
+            else None
+        )
+        return Opened(
+            self._run(offer, modes), account, self._slot_bytes(codec, step.place), entries
+        )
+
+    def _run(self, offer: Offer, modes: tuple[Hashable, ...]) -> Program[Outcome]:
+        outcome = yield from self.exchange.run(offer)
+        if self.session.selector.note_words and outcome.header is not None:
+            self.session.observe(offer.codec.table, modes, outcome.header.notes)
+        return outcome
+
+    def _codec(self, group: Group, modes: tuple[Hashable, ...]) -> Codec:
+        key = (group, modes)
+        if key not in self._codecs:
+            rows = [
+                self.session.rows(slot, mode) for slot, mode in zip(group.slots, modes, strict=True)
+            ]
+            table = RowTable(rows, group.numel)
+            self._codecs[key] = Codec(
+                table, self.values, self.indices, self.session.selector.note_words
+            )
+        return self._codecs[key]
+
+    def _slot_bytes(self, codec: Codec, place: Place) -> list[float]:
+        shared = codec.control_bytes / max(1, len(codec.table.rows))
+        return [
+            (place.world - 1)
+            * (shared + rows.entries * (self.values.bits + self.indices.bits(rows)) / 8)
+            for rows in codec.table.rows
+        ]
+
+    def forget_group(self, group: Group) -> None:
+        """Drop tables of a bucketing that is gone."""
+        for key in [key for key in self._codecs if key[0] is group]:
+            del self._codecs[key]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.session.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.session.load_state_dict(state)
+
+
+class FlushCompressor(Compressor):
+    """Sends gradient + memory densely once, when a slot turns dense, so that nothing held back is lost."""
+
+    def __init__(self, memory: MemoryState) -> None:
+        self.memory: MemoryState = memory
+
+    def open(self, step: GroupStep) -> Opened:
+        account = FlushAccount(
+            self.memory.compensate(step.group, step.gradients, step.scale).c, step.group
+        )
+        world = step.place.world
+        slot_bytes = [
+            2 * (world - 1) / world * slot.numel * account.c.element_size()
+            for slot in step.group.slots
+        ]
+        entries = [slot.numel for slot in step.group.slots]
+        return Opened(self._run(step, account), account, slot_bytes, entries, compressed=False)
+
+    def _run(self, step: GroupStep, account: FlushAccount) -> Program[Outcome]:
+        had = step.flags.had_gradient.to(account.c.dtype)
+        poison = torch.where(step.flags.non_finite, torch.nan, 0.0).to(account.c.dtype)
+        buffer = torch.cat([account.c, poison[None]])
+        mean = yield from dense_mean(
+            buffer, step.place, deterministic=step.deterministic, phase="flush"
+        )
+        if step.place.world > 1:
+            (had,) = yield (AllReduce(had, "flush/had", had.nbytes),)
+        account.delivered = had > 0
+        non_finite = ~torch.linalg.vector_norm(mean, torch.inf).isfinite()
+        return Outcome(mean[:-1], non_finite)
+
+
+class FlushAccount(Account):
+    """Memory empties only when the step turns out good and the slot's update was used."""
+
+    def __init__(self, c: Tensor, group: Group) -> None:
+        super().__init__(c)
+        self.group = group
+        self.delivered = torch.zeros(len(group.slots), dtype=torch.bool, device=c.device)
+
+    def settle(self, bad: Tensor) -> None:
+        super().settle(bad)
+        self.delivered = self.delivered & ~bad
+        for which, slot in enumerate(self.group.slots):
+            piece = slot.span(self.c)
+            piece.mul_((~self.delivered[which]).to(piece.dtype))

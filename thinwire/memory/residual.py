@@ -1,0 +1,69 @@
+"""Error feedback: c = beta x residual + gamma x gradient, residual = c - what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.memory.account import Account
+from thinwire.memory.base import Memory, MemoryState, add_gradients
+from thinwire.memory.store import FlatStore
+from thinwire.plan.groups import Group
+from thinwire.validate import check_finite_number
+
+
+@dataclass(frozen=True)
+class Residual(Memory):
+    """Residual memory. beta and gamma weigh the old residual and the new gradient."""
+
+    beta: float = 1.0
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_finite_number("beta", self.beta)
+        check_finite_number("gamma", self.gamma)
+
+    def start(self) -> MemoryState:
+        return ResidualState(self)
+
+
+class ResidualState(MemoryState):
+    def __init__(self, setting: Residual) -> None:
+        self.setting = setting
+        self.stores = {"residual": FlatStore()}
+
+    def compensate(
+        self, group: Group, gradients: Sequence[Tensor], scale: Tensor | None
+    ) -> Account:
+        """In place: the residual's buffer becomes c, and sending takes out of it again."""
+        binding = self.stores["residual"].bind(group)
+        binding.rescale(scale)
+        if self.setting.beta != 1.0:
+            binding.flat.mul_(self.setting.beta)
+        add_gradients(binding.flat, group, gradients, self.setting.gamma)
+        return Account(binding.flat)
+
+
+@dataclass(frozen=True)
+class NoMemory(Memory):
+    """Nothing is held back: what is not selected is lost. Lossy by design."""
+
+    keeps_state = False
+
+    def start(self) -> MemoryState:
+        return NoMemoryState()
+
+
+class NoMemoryState(MemoryState):
+    def __init__(self) -> None:
+        self.stores = {}
+
+    def compensate(
+        self, group: Group, gradients: Sequence[Tensor], scale: Tensor | None
+    ) -> Account:
+        c = torch.zeros(group.numel, dtype=group.dtype, device=group.device)
+        add_gradients(c, group, gradients)
+        return Account(c)

@@ -1,0 +1,105 @@
+"""FlatStore: one tensor of state per parameter name, kept in flat buffers that follow the bucket layout.
+
+Encoding wants one flat buffer per group of slots; checkpoints want one tensor per name. When DDP re-buckets, or
+a policy regroups, the store moves the values by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.layout import Slot
+from thinwire.plan.groups import Group
+
+
+@dataclass(eq=False)
+class Binding:
+    """A group's flat buffer. Under a GradScaler it holds `units` x the stored quantity."""
+
+    group: Group
+    flat: Tensor
+    units: Tensor | None = None
+
+    def read(self, slot: Slot) -> Tensor:
+        values = slot.view(self.flat)
+        return values / self.units if self.units is not None else values.clone()
+
+    def rescale(self, scale: Tensor | None) -> None:
+        """Bring the buffer to the units of gradients scaled by `scale`."""
+        if scale is None:
+            return
+        ratio = scale if self.units is None else scale / self.units
+        if self.flat.device.type != "cpu" or float(ratio) != 1.0:
+            self.flat.mul_(ratio)
+        self.units = scale.clone()
+
+
+class FlatStore:
+    def __init__(self) -> None:
+        self._bindings: dict[Group, Binding] = {}
+        self._owner: dict[str, tuple[Binding, Slot]] = {}
+        self._loose: dict[str, Tensor] = {}
+        """Loaded or orphaned values that no group has claimed yet, in the parameter's shape and in plain units."""
+
+    def bind(self, group: Group) -> Binding:
+        """The group's flat buffer, carrying over what any of its names held before."""
+        binding = self._bindings.get(group)
+        if binding is None:
+            binding = Binding(
+                group, torch.zeros(group.numel, dtype=group.dtype, device=group.device)
+            )
+            for slot in group.slots:
+                held = self.take(slot.name)
+                if held is not None:
+                    slot.view(binding.flat).copy_(held)
+                self._owner[slot.name] = (binding, slot)
+            self._bindings[group] = binding
+        return binding
+
+    def read(self, name: str) -> Tensor | None:
+        """A copy in the parameter's shape and in plain units, or None if nothing is held."""
+        if name in self._owner:
+            binding, slot = self._owner[name]
+            return binding.read(slot)
+        held = self._loose.get(name)
+        return held.clone() if held is not None else None
+
+    def take(self, name: str) -> Tensor | None:
+        """Like `read`, and forget it. The binding it came from dissolves: its other names become loose."""
+        held = self.read(name)
+        if name in self._owner:
+            binding, _ = self._owner[name]
+            self._dissolve(binding)
+        self._loose.pop(name, None)
+        return held
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Replace what is held under a name."""
+        if name in self._owner:
+            binding, slot = self._owner[name]
+            if binding.units is not None:
+                values = values * binding.units
+            slot.view(binding.flat).copy_(values)
+        else:
+            self._loose[name] = values.clone()
+
+    def release(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.take(name)
+
+    def names(self) -> set[str]:
+        return set(self._owner) | set(self._loose)
+
+    def nbytes(self) -> int:
+        bound = sum(binding.flat.nbytes for binding in self._bindings.values())
+        return bound + sum(values.nbytes for values in self._loose.values())
+
+    def _dissolve(self, binding: Binding) -> None:
+        for slot in binding.group.slots:
+            self._loose[slot.name] = binding.read(slot)
+            del self._owner[slot.name]
+        del self._bindings[binding.group]

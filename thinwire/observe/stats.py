@@ -1,0 +1,117 @@
+"""Stats: what was really sent. Counted while it happens, never copied from a setting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from thinwire.compressor import Opened
+from thinwire.exchange.requests import Place
+from thinwire.layout import BucketLayout
+from thinwire.observe.ledger import Ledger
+from thinwire.plan.groups import Group
+
+
+@dataclass
+class ParameterStats:
+    """Totals of one parameter on this rank."""
+
+    exchanges: int = 0
+    elements: int = 0
+    entries: int = 0
+    dense_bytes: float = 0.0
+    wire_bytes: float = 0.0
+    compressed_elements: int = 0
+    compressed_entries: int = 0
+
+    @property
+    def density(self) -> float:
+        """Entries sent / elements."""
+        return self.entries / self.elements if self.elements else 0.0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What `handle.stats()` returns; bytes are what this rank put on the wire, all steps together."""
+
+    steps: int
+    """Synchronising backward passes so far."""
+    dense_bytes: int
+    """What DDP's own all-reduce would have sent."""
+    wire_bytes: int
+    """What was sent."""
+    density: float
+    """Entries sent / elements, over the parameters while they were compressed; 1.0 if none was."""
+    memory_bytes: int
+    """What the memories hold on this rank."""
+    parameters: dict[str, ParameterStats] = field(repr=False)
+    """The same per parameter."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than dense; 1 where nothing travels."""
+        return self.dense_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    @property
+    def wire_bytes_per_step(self) -> float:
+        return self.wire_bytes / self.steps if self.steps else 0.0
+
+    @property
+    def dense_bytes_per_step(self) -> float:
+        return self.dense_bytes / self.steps if self.steps else 0.0
+
+
+class Tally:
+    """Adds up what passes through the pipeline."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.parameters: dict[str, ParameterStats] = {}
+        self._uncounted: dict[Group, Tensor] = {}
+        """Entry counts that only the device knows; summed there and read when somebody asks."""
+
+    def add_bucket(
+        self, layout: BucketLayout, groups: Sequence[Group], opened: Sequence[Opened], place: Place
+    ) -> None:
+        """Host-side counts, known before anything travels."""
+        dense_share = 2 * (place.world - 1) / place.world * layout.dtype.itemsize
+        for group, one in zip(groups, opened, strict=True):
+            for which, slot in enumerate(group.slots):
+                row = self.parameters.setdefault(slot.name, ParameterStats())
+                entries = one.entries[which] if one.entries is not None else 0
+                row.exchanges += 1
+                row.elements += slot.numel
+                row.entries += entries
+                row.dense_bytes += dense_share * slot.numel
+                row.wire_bytes += one.slot_bytes[which]
+                if one.compressed:
+                    row.compressed_elements += slot.numel
+                    row.compressed_entries += entries
+
+    def add_counts(self, group: Group, counts: Tensor) -> None:
+        """Entries per slot of a selection whose count depends on the data."""
+        so_far = self._uncounted.get(group)
+        self._uncounted[group] = counts.long() if so_far is None else so_far + counts
+
+    def stats(self, steps: int, memory_bytes: int) -> Stats:
+        self._read_counts()
+        rows = self.parameters.values()
+        compressed = sum(row.compressed_elements for row in rows)
+        sent = sum(row.compressed_entries for row in rows)
+        return Stats(
+            steps=steps,
+            dense_bytes=round(sum(row.dense_bytes for row in rows)),
+            wire_bytes=self.ledger.sent_bytes(),
+            density=sent / compressed if compressed else 1.0,
+            memory_bytes=memory_bytes,
+            parameters={name: ParameterStats(**vars(row)) for name, row in self.parameters.items()},
+        )
+
+    def _read_counts(self) -> None:
+        for group, counts in self._uncounted.items():
+            for slot, count in zip(group.slots, counts.tolist(), strict=True):
+                self.parameters[slot.name].entries += count
+                self.parameters[slot.name].compressed_entries += count
+        self._uncounted.clear()

@@ -1,0 +1,57 @@
+"""Traditional and all-dimension top-k: the exact selections.
+
+Ming et al., "ADTopk: All-Dimension Top-k Compression for High-Performance Data-Parallel DNN Training" (HPDC'24).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.kernels.topk import row_topk
+from thinwire.layout import Slot
+from thinwire.select.base import Picks, Selector, concatenate, picks_at
+from thinwire.select.rows import WHOLE_TENSOR, Axis, RowTable, SlotRows, resolve_axis, rows_along
+from thinwire.validate import check_axis, check_density
+
+
+class ExactTopK(Selector):
+    """The `keep` largest magnitudes of every row, ties to the lowest index."""
+
+    def pick(self, c: Tensor, table: RowTable) -> Picks:
+        indices = [row_topk(rows.matrix(c), rows.keep) for rows in table.rows]
+        return picks_at(c, table, concatenate(indices, c.device))
+
+
+@dataclass(frozen=True)
+class TradTopK(ExactTopK):
+    """Top-k over the whole tensor: k = max(1, floor(n x density))."""
+
+    density: float
+
+    def __post_init__(self) -> None:
+        check_density("density", self.density)
+
+    def rows(self, slot: Slot, mode: Hashable = None) -> SlotRows:
+        return rows_along(slot, WHOLE_TENSOR, self.density)
+
+
+@dataclass(frozen=True)
+class AllDimensionTopK(ExactTopK):
+    """Top-k inside every fibre of one axis, so that every dimension contributes.
+
+    1. Cut the tensor into fibres along `axis` ("auto": by the kind of layer, "published": axis 1).
+    2. In each fibre of length L keep k = max(1, floor(L x density)).
+    """
+
+    density: float
+    axis: Axis = "auto"
+
+    def __post_init__(self) -> None:
+        check_density("density", self.density)
+        check_axis("axis", self.axis)
+
+    def rows(self, slot: Slot, mode: Hashable = None) -> SlotRows:
+        return rows_along(slot, resolve_axis(slot, self.axis), self.density)
