@@ -1,0 +1,11 @@
+"""Script: own a lab, say its name, run `sleep` in it until somebody ends this process."""
+
+from __future__ import annotations
+
+from thinwire.lab import Lab, LabSpec
+
+with Lab(LabSpec(hosts=2, rate="100mbit")) as lab:
+    print(lab.name, flush=True)
+    lab.run(
+        ["sh", "-c", "echo up; exec sleep 60"], echo=lambda line, stream: print(line, flush=True)
+    )

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.lab.conftest import names_left
+from thinwire.errors import UsageError
+from thinwire.lab import Lab, LabSpec
+from thinwire.lab import network as lab_network
+from thinwire.lab.check import TOLERANCE, measure_streams
+from thinwire.lab.counters import HEADER_BYTES
+
+WORKER = Path(__file__).with_name("all_reduce_worker.py")
+MEGABYTES = 16
+RANK_ONE_FAILS = "if [ $RANK = 1 ]; then {}; fi; sleep 60"
+
+
+@pytest.mark.root
+def test_counters_agree_with_the_bytes_of_a_ring_all_reduce() -> None:
+    with Lab(LabSpec(hosts=2, rate="500mbit")) as lab:
+        result = lab.run([sys.executable, str(WORKER), str(MEGABYTES)], timeout_s=60)
+    assert (result.exit_code, result.reason) == (0, "")
+    ring = 2 * (2 - 1) / 2 * MEGABYTES * 1e6
+    for host, rank in zip(result.traffic.hosts, result.ranks, strict=True):
+        assert host.link.tx_payload == pytest.approx(ring, rel=0.03)
+        assert host.link.rx_payload == pytest.approx(ring, rel=0.03)
+        words = rank.output.split()
+        assert words[:3] == ["sum", "3", "sent"]
+        assert int(words[3]) == pytest.approx(ring, rel=0.03)
+
+
+@pytest.mark.root
+def test_ranks_of_one_host_talk_over_its_loopback() -> None:
+    with Lab(LabSpec(hosts=1, ranks_per_host=2, rate="10mbit")) as lab:
+        result = lab.run([sys.executable, str(WORKER), str(MEGABYTES)], timeout_s=60)
+    assert result.exit_code == 0
+    (host,) = result.traffic.hosts
+    assert host.inside.tx_payload == pytest.approx(2 * MEGABYTES * 1e6, rel=0.03)
+    assert host.link.tx_payload < 10_000
+
+
+@pytest.mark.root
+def test_rates_hold_each_way_and_differ_between_hosts() -> None:
+    rates = ["200mbit", "host2=50mbit", "host3=unshaped"]
+    with Lab(LabSpec(hosts=3, rate=rates, local_rate="100mbit")) as lab:
+        fast, slow, free = lab.topology.hosts
+        headers = 1514 / (1514 - HEADER_BYTES)
+        for pair, expected in (
+            ((fast, free), 200e6),
+            ((free, fast), 200e6),
+            ((slow, free), 50e6),
+            ((free, slow), 50e6),
+            ((fast, slow), 50e6),
+        ):
+            (payload,) = measure_streams(lab.topology, [pair])
+            assert payload * headers == pytest.approx(expected, rel=TOLERANCE)
+        (inside,) = measure_streams(lab.topology, [(fast, fast)])
+        assert inside == pytest.approx(100e6, rel=TOLERANCE)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("failure", "exit_code"), [("kill -9 $$", 137), ("exit 3", 3)])
+def test_one_rank_failing_ends_the_run(failure: str, exit_code: int) -> None:
+    lines: list[str] = []
+    with Lab(LabSpec(hosts=2)) as lab:
+        script = f"echo hello; {RANK_ONE_FAILS.format(failure)}"
+        result = lab.run(["sh", "-c", script], echo=lambda line, stream: lines.append(line))
+    assert result.exit_code == exit_code
+    assert result.seconds < 10
+    assert [rank.stopped for rank in result.ranks] == [True, False]
+    assert result.reason.startswith("rank 1 on host2")
+    assert sorted(lines) == ["[host1 rank 0] hello", "[host2 rank 1] hello"]
+    assert names_left(lab.name) == []
+
+
+@pytest.mark.root
+def test_time_up_ends_ranks_that_do_not_want_to_and_their_children() -> None:
+    marker = str(time.time_ns())
+    with Lab(LabSpec(hosts=1)) as lab:
+        script = f"trap '' TERM; setsid sh -c 'sleep 60; : {marker}' & while :; do sleep 1; done"
+        result = lab.run(["sh", "-c", script], timeout_s=0.3)
+        commands = [path for path in Path("/proc").glob("[0-9]*/cmdline") if _holds(path, marker)]
+    assert result.exit_code == 124
+    assert commands == []
+
+
+@pytest.mark.root
+def test_two_labs_side_by_side_do_not_meet() -> None:
+    reach = "import socket; socket.create_connection(('{}', 1), timeout=0.3)"
+    with Lab(LabSpec(hosts=1)) as one, Lab(LabSpec(hosts=1)) as other:
+        assert one.name != other.name
+        assert one.topology.network != other.topology.network
+        address = other.topology.hosts[0].address
+        result = one.run([sys.executable, "-c", reach.format(address)])
+        assert "Network is unreachable" in result.ranks[0].output
+    assert names_left(one.name) + names_left(other.name) == []
+
+
+@pytest.mark.root
+def test_reading_often_leaves_the_lab_alone() -> None:
+    # The library that enters namespaces forks children and ends them by a signal that we handle.
+    with Lab(LabSpec(hosts=1)) as lab:
+        for _ in range(30):
+            lab.traffic()
+        assert len(names_left(lab.name)) == 2
+
+
+@pytest.mark.root
+def test_an_error_in_the_block_or_while_building_leaves_nothing() -> None:
+    with pytest.raises(RuntimeError, match="mine"), Lab(LabSpec(hosts=2)) as lab:
+        raise RuntimeError("mine")
+    assert names_left(lab.name) == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lab_network, "shape", _fail)
+        building = Lab(LabSpec(hosts=2, rate="1gbit"))
+        with pytest.raises(RuntimeError, match="no bucket"):
+            building.__enter__()
+    assert names_left(building.name) == []
+
+
+@pytest.mark.root
+def test_latency_works_or_says_that_the_kernel_lacks_netem() -> None:
+    try:
+        with Lab(LabSpec(hosts=2, latency="20ms")) as lab:
+            address = lab.topology.hosts[0].address
+            connect = f"import socket; socket.create_connection(('{address}', 1))"
+            result = lab.run([sys.executable, "-c", connect])
+            assert result.seconds > 0.04
+    except UsageError as error:
+        assert "lacks the netem queue" in str(error)
+
+
+def test_without_root_one_sentence_points_at_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(UsageError, match=r"needs root .*thinwire bench exchange --virtual"):
+        Lab(LabSpec()).__enter__()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("command", "message"), [([], "empty"), (["no-such"], '"no-such"')])
+def test_a_command_that_cannot_run_is_one_sentence(command: list[str], message: str) -> None:
+    with Lab(LabSpec(hosts=1)) as lab, pytest.raises(UsageError, match=message):
+        lab.run(command)
+
+
+def _holds(path: Path, marker: str) -> bool:
+    try:
+        return marker in path.read_text()
+    except OSError:
+        return False
+
+
+def _fail(*arguments: object, **settings: object) -> None:
+    raise RuntimeError("no bucket")
