@@ -50,3 +50,15 @@ def check_axis(field: str, value: Any) -> None:
 def check_positive_int(field: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UsageError(f"{field} is {value!r}; it must be a whole number of at least 1")
+
+
+def check_positive_number(field: str, value: Any) -> None:
+    if not _is_number(value) or not (math.isfinite(value) and value > 0):
+        raise UsageError(f"{field} is {value!r}; it must be a positive number")
+
+
+def check_interleave(field: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 2:
+        raise UsageError(
+            f"{field} is {value!r}; it must be a whole number of at least 2 (2 makes every second step global)"
+        )

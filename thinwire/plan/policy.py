@@ -14,7 +14,13 @@ from thinwire.layout import ParameterInfo
 from thinwire.memory.residual import NoMemory
 from thinwire.methods.base import Dense, Method, SparseMethod
 from thinwire.select.rows import Axis
-from thinwire.validate import check_axis, check_bool, check_density, check_instance
+from thinwire.validate import (
+    check_axis,
+    check_bool,
+    check_density,
+    check_instance,
+    check_positive_int,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +39,7 @@ class Rule:
     axis: Axis | None = None
     density: float | None = None
     feedback: bool | None = None
+    all_dimension: bool = False
 
     def matches(self, info: ParameterInfo) -> bool:
         if not fnmatchcase(info.name, self.pattern):
@@ -56,6 +63,8 @@ class Rule:
             value = getattr(self, name)
             if value is not None:
                 chosen = _replace(chosen, name, value)
+        if self.all_dimension:
+            chosen = _replace(_replace(chosen, "threshold", False), "interleave", None)
         if self.feedback is False and isinstance(chosen, SparseMethod):
             chosen = _replace(chosen, "memory", NoMemory())
         return chosen
@@ -81,8 +90,11 @@ def rule(
     axis: Axis | None = None,
     density: float | None = None,
     feedback: bool | None = None,
+    all_dimension: bool = False,
 ) -> Rule:
     """A policy rule. `pattern` is a glob on the canonical parameter name; None in `shape` matches any size.
+
+    `all_dimension` spares the matching parameters ADTopK's global turns.
 
     >>> policy = [rule("*.wte.*", axis=0), rule(module=nn.LayerNorm, dense=True), rule(max_numel=4096, dense=True)]
     """
@@ -98,6 +110,14 @@ def rule(
         check_density("density", density)
     if feedback is not None:
         check_bool("feedback", feedback)
+    check_bool("all_dimension", all_dimension)
+    for field, limit in (("min_numel", min_numel), ("max_numel", max_numel)):
+        if limit is not None:
+            check_positive_int(field, limit)
+    if shape is not None:
+        check_instance("shape", shape, Sequence, "a list of sizes, None for any size")
+    if dense and method is not None:
+        raise UsageError(f"dense is True and method is {method!r}; a rule sets only one of them")
     return Rule(
         pattern=pattern,
         module=module,
@@ -109,6 +129,7 @@ def rule(
         axis=axis,
         density=density,
         feedback=feedback,
+        all_dimension=all_dimension,
     )
 
 

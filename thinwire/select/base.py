@@ -7,15 +7,18 @@ per parameter name. Every decision that changes shapes (`mode`) is a function of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from thinwire.layout import Slot
 from thinwire.select.rows import RowTable, SlotRows
+
+if TYPE_CHECKING:
+    from thinwire.wire.codec import Header
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +43,8 @@ class Selector(ABC):
     """float32 words per slot that the selection adds to the payload header."""
     has_exact_count: bool = True
     """Whether every rank fills every place of the table."""
+    same_on_all_ranks: bool = False
+    """Whether all ranks choose the same places, whatever their gradients."""
 
     @abstractmethod
     def rows(self, slot: Slot, mode: Hashable) -> SlotRows:
@@ -69,14 +74,46 @@ class Session:
     def pick(self, c: Tensor, table: RowTable, modes: Sequence[Hashable]) -> Picks:
         return self.selector.pick(c, table)
 
-    def observe(self, table: RowTable, modes: Sequence[Hashable], notes: Tensor) -> None:
-        """Learn from all ranks' header notes [world, slots, note_words]; effective at the next step."""
+    def observe(self, table: RowTable, modes: Sequence[Hashable], header: Header) -> None:
+        """Learn from all ranks' headers (counts, notes); effective at the next step."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Numbers and tensors per parameter name, for all `names`, also those not exchanged yet."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, dict[str, Any]]) -> None:
+        """Take from `state` what belongs to this session's parameters."""
+
+
+@dataclass(frozen=True, eq=False)
+class SlotPicks:
+    """One slot's part of `Picks`: as many indices as the slot has places, `count` of them taken (None = all)."""
+
+    indices: Tensor
+    count: Tensor | None = None
+    notes: Tensor | None = None
+
+
+def assemble(c: Tensor, table: RowTable, parts: Sequence[SlotPicks], note_words: int) -> Picks:
+    """Picks out of per-slot parts; places beyond a slot's count get value 0."""
+    indices = concatenate([part.indices for part in parts], c.device)
+    values = c[table.positions(indices)]
+    places = [rows.entries for rows in table.rows]
+    counts = torch.stack(
+        [
+            part.count
+            if part.count is not None
+            else torch.tensor(n, dtype=torch.int32, device=c.device)
+            for part, n in zip(parts, places, strict=True)
+        ]
+    )
+    taken = [
+        torch.arange(n, device=c.device) < count for n, count in zip(places, counts, strict=True)
+    ]
+    values = torch.where(torch.cat(taken), values, 0.0)
+    nothing = torch.zeros(note_words, device=c.device)
+    notes = [part.notes.float() if part.notes is not None else nothing for part in parts]
+    return Picks(values, indices, counts, torch.stack(notes))
 
 
 def picks_at(c: Tensor, table: RowTable, indices: Tensor) -> Picks:

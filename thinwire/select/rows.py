@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Literal
@@ -55,9 +55,11 @@ class SlotRows:
 
     def at(self, slot: Slot) -> SlotRows:
         """The same rows for the slot placed elsewhere."""
-        return SlotRows(
-            slot, self.sizes, self.strides, self.length, self.stride, self.keep, self.what
-        )
+        return replace(self, slot=slot)
+
+    def keeping(self, keep: int) -> SlotRows:
+        """The same rows with another number of places each."""
+        return replace(self, keep=keep)
 
     def row_offsets(self) -> Tensor:
         offsets = torch.tensor([self.slot.offset], dtype=torch.int64)
