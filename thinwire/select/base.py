@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Picks:
     """Chosen entries, one per place in the row table.
 
-    Where a slot has fewer entries than places (`counts`), the places left over hold value 0 at index 0, which
-    adds nothing wherever it is decoded. `counts` is None when every place is taken.
+    Where a slot has fewer entries than places (`counts`), the last places are left over and hold value 0 at index 0,
+    which adds nothing wherever it is decoded. `counts` is None when every place is taken.
     """
 
     values: Tensor
@@ -101,9 +101,9 @@ def assemble(c: Tensor, table: RowTable, parts: Sequence[SlotPicks], note_words:
     places = [rows.entries for rows in table.rows]
     counts = torch.stack(
         [
-            part.count
-            if part.count is not None
-            else torch.tensor(n, dtype=torch.int32, device=c.device)
+            torch.full((), n, dtype=torch.int32, device=c.device)
+            if part.count is None
+            else part.count
             for part, n in zip(parts, places, strict=True)
         ]
     )

@@ -194,7 +194,7 @@ class ThresholdSession(Session):
         if mode == REUSE:
             assert watch.threshold is not None
             indices, count = select_above(row, watch.threshold.to(row.device), rows.keep)
-            notes = torch.stack([watch.threshold.to(row.device), row.new_tensor(NOT_MEASURED)])
+            notes = torch.stack([watch.threshold.to(row.device), row.new_full((), NOT_MEASURED)])
             return SlotPicks(indices, count, notes)
         indices = row_topk(row, rows.keep)
         new = row[indices].abs().amin()

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from thinwire.kernels.exact_topk import exact_topk
 from thinwire.kernels.topk import row_topk
 from thinwire.layout import Slot
-from thinwire.select.base import Picks, Selector, SlotPicks, concatenate, picks_at
+from thinwire.select.base import Picks, Selector, SlotPicks, picks_at
 from thinwire.select.rows import WHOLE_TENSOR, Axis, RowTable, SlotRows, resolve_axis, rows_along
 from thinwire.validate import check_axis, check_density
 
@@ -21,8 +22,7 @@ class ExactTopK(Selector):
     """The `keep` largest magnitudes of every row, ties to the lowest index."""
 
     def pick(self, c: Tensor, table: RowTable) -> Picks:
-        indices = [self.pick_slot(c, rows).indices for rows in table.rows]
-        return picks_at(c, table, concatenate(indices, c.device))
+        return picks_at(c, table, exact_topk(c, table))
 
     def pick_slot(self, c: Tensor, rows: SlotRows) -> SlotPicks:
         return SlotPicks(row_topk(rows.matrix(c), rows.keep))

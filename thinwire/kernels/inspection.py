@@ -1,0 +1,54 @@
+"""The first look at a group's gradients: are they finite, and did each slot get one at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.exact_topk import has_triton
+from thinwire.plan.groups import Group
+from thinwire.wire.codec import Flags
+
+
+def inspect(group: Group, bucket_flat: Tensor) -> tuple[Flags, list[Tensor]]:
+    """(flags, the group's pieces of the bucket with non-finite elements replaced by 0)."""
+    pieces = group.pieces(bucket_flat)
+    if bucket_flat.is_cuda and bucket_flat.dtype != torch.float64 and has_triton():
+        return _flags(_largest_by_kernel(group, bucket_flat)), pieces
+    return inspect_pieces(pieces)
+
+
+def inspect_pieces(pieces: Sequence[Tensor]) -> tuple[Flags, list[Tensor]]:
+    """The same in plain torch.
+
+    A maximum is NaN or infinite exactly if an element is, and zero exactly if the slot got no gradient.
+    """
+    flags = _flags(torch.stack(list(torch._foreach_norm(list(pieces), torch.inf))))
+    if flags.non_finite.device.type == "cpu" and not bool(flags.non_finite):
+        return flags, list(pieces)
+    return flags, [torch.where(piece.isfinite(), piece, 0.0) for piece in pieces]
+
+
+def is_finite(flat: Tensor) -> Tensor:
+    """bool []: no element is NaN or infinite."""
+    if not flat.numel():
+        return torch.ones((), dtype=torch.bool, device=flat.device)
+    return torch.linalg.vector_norm(flat, torch.inf).isfinite()
+
+
+def _flags(largest: Tensor) -> Flags:
+    return Flags(non_finite=~largest.isfinite().all(), had_gradient=largest != 0)
+
+
+def _largest_by_kernel(group: Group, bucket_flat: Tensor) -> Tensor:
+    from thinwire.kernels.largest import block_table, largest_and_clean
+
+    if group not in _block_tables:
+        _block_tables[group] = block_table(group)
+    return largest_and_clean(bucket_flat, _block_tables[group], len(group.slots))
+
+
+_block_tables: WeakKeyDictionary[Group, Tensor] = WeakKeyDictionary()

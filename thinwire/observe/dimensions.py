@@ -1,0 +1,102 @@
+"""Dimension statistics: how many rows of each layer get nothing, under what was sent and under each selection.
+
+This is the first claim of ADTopk ("dimension missing"): a global top-k takes its entries from few rows. Computed on
+request from the last step, whose compensated gradient is still at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.topk import row_topk
+from thinwire.layout import Slot
+from thinwire.memory.account import Account
+from thinwire.plan.groups import Group
+from thinwire.select.rows import WHOLE_TENSOR, Axis, SlotRows, resolve_axis, rows_along
+
+
+@dataclass(frozen=True)
+class DimensionStats:
+    """Rows of one parameter in one step that got no entry."""
+
+    step: int
+    rows: int
+    empty_as_sent: int
+    empty_all_dimension: int
+    """Under AllDimensionTopK at the same density."""
+    empty_global: int
+    """Under TradTopK at the same density."""
+
+
+def dimension_stats(
+    step: int, group: Group, account: Account, density: Mapping[str, float], axis: Mapping[str, Axis]
+) -> dict[str, DimensionStats]:
+    """Count for every slot of a group, before its account is settled."""
+    sent = account.accepted()
+    compensated = account.c + sent
+    return {
+        slot.name: _count(step, slot, compensated, sent, density[slot.name], axis[slot.name])
+        for slot in group.slots
+    }
+
+
+def _count(
+    step: int, slot: Slot, compensated: Tensor, sent: Tensor, density: float, axis: Axis
+) -> DimensionStats:
+    dimensions = rows_along(slot, resolve_axis(slot, axis), density)
+    whole = rows_along(slot, WHOLE_TENSOR, density)
+    return DimensionStats(
+        step,
+        dimensions.count,
+        _empty(dimensions, sent != 0),
+        _empty(dimensions, _chosen(dimensions, compensated)),
+        _empty(dimensions, _chosen(whole, compensated)),
+    )
+
+
+def _chosen(rows: SlotRows, compensated: Tensor) -> Tensor:
+    """Mask over the flat buffer of what an exact selection in these rows takes."""
+    mask = torch.zeros_like(compensated, dtype=torch.bool)
+    indices = row_topk(rows.matrix(compensated), rows.keep)
+    rows.matrix(mask).scatter_(-1, indices, True)
+    return mask
+
+
+def _empty(rows: SlotRows, mask: Tensor) -> int:
+    return int((~rows.matrix(mask).any(-1)).sum())
+
+
+def plot_dimensions(
+    history: Sequence[Mapping[str, DimensionStats]], path: str | Path, *, top: int = 6
+) -> None:
+    """Share of rows that get nothing against steps, per layer, under global and under all-dimension top-k."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = sorted(
+        history[0],
+        key=lambda name: -sum(stats[name].empty_global / stats[name].rows for stats in history),
+    )[:top]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for panel, title, field in (
+        (axes[0], "global top-k", "empty_global"),
+        (axes[1], "all-dimension top-k", "empty_all_dimension"),
+    ):
+        for name in names:
+            steps = [stats[name].step for stats in history]
+            share = [getattr(stats[name], field) / stats[name].rows for stats in history]
+            panel.plot(steps, share, label=name)
+        panel.set_title(title)
+        panel.set_xlabel("step")
+    axes[0].set_ylabel("share of rows that send nothing")
+    axes[1].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
