@@ -15,7 +15,9 @@ class Wire:
     """How entries are written down; every rounding error of `values` stays in the sender's memory."""
 
     values: str = "bf16"
+    """"fp32", "bf16", "fp16", "int8" and "int4" (one bf16 scale per 64 entries), "sign" (one per 256)."""
     indices: str = "auto"
+    """"int32", "auto" (16 bits inside short rows), "packed" (ceil(log2 L) bits), "rice" (close to the entropy)."""
 
     def __post_init__(self) -> None:
         check_choice("values", self.values, VALUE_CODES)

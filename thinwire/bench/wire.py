@@ -1,0 +1,243 @@
+"""`thinwire bench wire`: bits per entry against the entropy and the published formats, and what encoding costs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.bench.payloads import Fuzzed, fuzz, make_flags, make_picks, make_table
+from thinwire.errors import UsageError
+from thinwire.observe.files import write_text
+from thinwire.observe.provenance import cpu_name, describe_origin
+from thinwire.select.base import Picks
+from thinwire.select.rows import RowTable, keep_count
+from thinwire.wire.codec import Codec
+from thinwire.wire.entropy import EntropyCode
+from thinwire.wire.indices import INDEX_CODES
+from thinwire.wire.values import VALUE_CODES
+
+WHOLE_LENGTHS = (100_000, 1_000_000, 10_000_000)
+ROW_LENGTHS = (576, 768, 1024, 4096)
+ELEMENTS_OF_ROWS = 1_000_000
+DENSITIES = (0.01, 0.001)
+FORMATS = (
+    ("bf16", "auto"),
+    ("fp16", "int32"),
+    ("int8", "rice"),
+    ("int4", "packed"),
+    ("int4", "rice"),
+    ("sign", "rice"),
+)
+PUBLISHED = (
+    ("ADTopk as published", 32.0, 64.0),
+    ("Ok-Topk, DGC with int32", 32.0, 32.0),
+    ("DGC with fp16 and int32", 16.0, 32.0),
+    ("DGC, run lengths as in its paper", 32.0, 16.0),
+    ("SparseLoCo", 2.0, 12.0),
+)
+"""(format, bits per value, bits per index)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireRow:
+    """One format on one shape. Bits are per entry; "mean" is without the reserve for the worst case."""
+
+    shape: str
+    density: float
+    entries: int
+    format: str
+    entropy_bits: float
+    index_bits_mean: float
+    index_bits_sent: float
+    value_bits: float
+    total_bits_mean: float
+    total_bits_sent: float
+    payload_bits: float
+    """All bytes of the payload, with header and alignment, which a bucket of many slots shares."""
+    encode_ms: float
+    decode_ms: float
+
+
+def entropy_bits(table: RowTable) -> float:
+    """log2 of the number of ways to choose the places, per entry."""
+    nats = sum(
+        rows.count
+        * (
+            math.lgamma(rows.length + 1)
+            - math.lgamma(rows.keep + 1)
+            - math.lgamma(rows.length - rows.keep + 1)
+        )
+        for rows in table.rows
+    )
+    return nats / math.log(2) / table.entries
+
+
+def measure(
+    table: RowTable, picks: Picks, names: tuple[str, str], repeats: int
+) -> dict[str, float]:
+    """Sizes and times of one format; the header (20 bytes and 8 per slot) counts in `payload_bits` only."""
+    values, indices = VALUE_CODES[names[0]], INDEX_CODES[names[1]]
+    codec, entries = Codec(table, values, indices), table.entries
+    sent = 8 * indices.nbytes(table) / entries
+    mean = sent
+    if isinstance(indices, EntropyCode):
+        mean = indices.used_bits(picks.indices, table) / entries
+    value_bits = 8 * values.nbytes(table) / entries
+    flags = make_flags(table, picks.values.device)
+    payload, _ = codec.encode(picks, flags)
+    return {
+        "entropy_bits": entropy_bits(table),
+        "index_bits_mean": mean,
+        "index_bits_sent": sent,
+        "value_bits": value_bits,
+        "total_bits_mean": value_bits + mean,
+        "total_bits_sent": value_bits + sent,
+        "payload_bits": 8 * codec.nbytes / entries,
+        "encode_ms": time_ms(lambda: codec.encode(picks, flags), picks.values.device, repeats),
+        "decode_ms": time_ms(lambda: codec.decode(payload), picks.values.device, repeats),
+    }
+
+
+def time_ms(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median wall time of one call, the device's work included."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    # The first call builds tables that later calls reuse.
+    return statistics.median(times[1:])
+
+
+def measure_all(device: torch.device, repeats: int) -> Iterator[WireRow]:
+    """Every shape, density and format."""
+    shapes = [(max(1, ELEMENTS_OF_ROWS // length), length) for length in ROW_LENGTHS]
+    shapes += [(1, length) for length in WHOLE_LENGTHS]
+    for density in DENSITIES:
+        for count, length in shapes:
+            table = make_table([(count, length, keep_count(length, density))])
+            generator = torch.Generator().manual_seed(length)
+            c = torch.randn(table.numel, generator=generator).to(device)
+            picks = make_picks(table, c)
+            for names in FORMATS:
+                yield WireRow(
+                    shape=f"{count} x {length}" if count > 1 else f"{length}",
+                    density=density,
+                    entries=table.entries,
+                    format=" + ".join(names),
+                    **measure(table, picks, names, repeats),
+                )
+
+
+def wire_table(rows: Sequence[WireRow], title: str) -> Table:
+    """One line per format and shape, the published formats last."""
+    table = Table(title=title)
+    for heading in ("rows x length", "density", "format"):
+        table.add_column(heading)
+    for heading in ("value", "index mean", "index sent", "entropy", "mean / entropy"):
+        table.add_column(heading, justify="right")
+    for heading in ("total mean", "total sent", "payload", "encode ms", "decode ms"):
+        table.add_column(heading, justify="right")
+    previous = ""
+    for row in rows:
+        if previous not in ("", row.shape):
+            table.add_section()
+        previous = row.shape
+        table.add_row(*_cells(row))
+    table.add_section()
+    for name, value, index in PUBLISHED:
+        table.add_row(
+            "", "", name, f"{value:.2f}", f"{index:.2f}", "", "", "", f"{value + index:.2f}"
+        )
+    return table
+
+
+def _cells(row: WireRow) -> list[str]:
+    bits = (row.value_bits, row.index_bits_mean, row.index_bits_sent, row.entropy_bits)
+    return [
+        row.shape,
+        f"{row.density:.2%}",
+        row.format,
+        *(f"{number:.2f}" for number in bits),
+        f"{row.index_bits_mean / row.entropy_bits:.3f}",
+        f"{row.total_bits_mean:.2f}",
+        f"{row.total_bits_sent:.2f}",
+        f"{row.payload_bits:.2f}",
+        f"{row.encode_ms:.2f}",
+        f"{row.decode_ms:.2f}",
+    ]
+
+
+def to_csv(rows: Sequence[WireRow], hardware: str) -> str:
+    """The rows with date, versions, hardware and commit on each, so that files can be joined."""
+    origin = describe_origin()
+    where = {
+        "date": origin["date"],
+        "commit": origin["commit"],
+        "thinwire": origin["versions"]["thinwire"],
+        "torch": origin["versions"]["torch"],
+        "hardware": hardware,
+    }
+    text = io.StringIO()
+    names = [field.name for field in fields(WireRow)]
+    writer = csv.DictWriter(text, [*names, *where], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()}
+        writer.writerow({**rounded, **where})
+    return text.getvalue()
+
+
+def report_fuzz(result: Fuzzed) -> str:
+    return (
+        f"{result.payloads} spoiled payloads in {result.seconds:.0f} s: {result.refused} refused, "
+        f"{result.decoded} decoded inside their bounds, nothing else."
+    )
+
+
+def bench_wire(
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="Write the rows to this CSV file.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to encode and decode: cpu or cuda.")] = "cpu",
+    repeats: Annotated[int, typer.Option(help="Timed calls; the median is shown.")] = 5,
+    fuzz_payloads: Annotated[
+        int, typer.Option("--fuzz", help="Decode so many spoiled payloads instead of measuring.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the fuzzer.")] = 0,
+) -> None:
+    """Measure bits per entry and encode and decode times of the wire formats, on one CPU thread or one GPU.
+
+    thinwire bench wire --csv benchmarks/wire-cpu.csv
+    """
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device is {device!r}; it must be cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device is 'cuda', but torch finds no CUDA device here; use cpu")
+    if repeats < 1:
+        raise UsageError(f"--repeats is {repeats}; it must be at least 1")
+    torch.set_num_threads(1)
+    console = Console()
+    if fuzz_payloads > 0:
+        console.print(report_fuzz(fuzz(fuzz_payloads, seed=seed)))
+        return
+    where = torch.device(device)
+    hardware = torch.cuda.get_device_name() if device == "cuda" else f"one thread of {cpu_name()}"
+    rows = list(measure_all(where, repeats))
+    console.print(wire_table(rows, f"Bits per entry; times on {hardware}"))
+    if csv_file is not None:
+        write_text(csv_file, to_csv(rows, hardware))
