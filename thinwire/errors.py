@@ -13,3 +13,7 @@ class WireError(RuntimeError):
 
 class ExchangeError(RuntimeError):
     """A collective failed or the ranks disagree about what to exchange."""
+
+
+class JobError(RuntimeError):
+    """A job whose workers failed; the message says which, why and where the traceback is."""

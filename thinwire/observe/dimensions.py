@@ -34,7 +34,11 @@ class DimensionStats:
 
 
 def dimension_stats(
-    step: int, group: Group, account: Account, density: Mapping[str, float], axis: Mapping[str, Axis]
+    step: int,
+    group: Group,
+    account: Account,
+    density: Mapping[str, float],
+    axis: Mapping[str, Axis],
 ) -> dict[str, DimensionStats]:
     """Count for every slot of a group, before its account is settled."""
     sent = account.accepted()

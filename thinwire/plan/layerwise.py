@@ -28,7 +28,9 @@ def layerwise_density(model: nn.Module, density: float, *, axis: Axis = "auto") 
     """
     check_density("density", density)
     check_axis("axis", axis)
-    infos = [info for _, info in describe_module(model).values() if len(info.shape) > 1 and info.numel]
+    infos = [
+        info for _, info in describe_module(model).values() if len(info.shape) > 1 and info.numel
+    ]
     rows = [rows_of(info, axis) for info in infos]
     level = water_level(
         [(r.count, r.length) for r in rows], density * sum(r.count * r.length for r in rows)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from thinwire.observe.metrics import MetricsLog, Record, Tail, read_metrics
+from thinwire.observe.plots import plot_comparison, running_mean
+from thinwire.observe.progress import Bars, Lines, make_progress
+from thinwire.observe.results import Row
+from thinwire.observe.tables import cells, results_table
+
+ROW = Row(
+    method="adtopk",
+    settings="ADTopK()",
+    asked_density=0.001,
+    density=0.00094,
+    score=0.981,
+    steps=2,
+    parameters=151306,
+    dense_bytes_per_step=907836.0,
+    wire_bytes_per_step=20376.0,
+    ratio=44.55,
+    ms_per_step=12.34,
+    replicas_identical=True,
+    seconds=3.0,
+)
+
+RECORDS: list[Record] = [
+    {"run": "adtopk", "event": "start", "steps": 2, "parameters": 151306},
+    {"run": "adtopk", "event": "step", "step": 1, "loss": 2.3, "wire_bytes": 10, "ms": 5.0},
+    {"run": "adtopk", "event": "step", "step": 2, "loss": math.nan, "wire_bytes": 20, "ms": 5.0},
+    {"run": "adtopk", "event": "test", "step": 2, "score": 0.5},
+]
+
+
+def test_metrics_are_read_as_they_were_written(tmp_path: Path) -> None:
+    heard: list[Record] = []
+    log = MetricsLog(tmp_path / "m.jsonl", heard.append)
+    log.add(RECORDS[:1])
+    log.add(RECORDS[1:])
+    log.close()
+    assert heard == RECORDS
+    without_nan = [{k: None if v != v else v for k, v in r.items()} for r in RECORDS]
+    assert read_metrics(tmp_path / "m.jsonl") == without_nan
+
+
+def test_a_tail_waits_for_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    tail = Tail(path)
+    assert list(tail.new_records()) == []
+    path.write_text('{"a": 1}\n{"a"')
+    assert list(tail.new_records()) == [{"a": 1}]
+    with path.open("a") as file:
+        file.write(": 2}\n")
+    assert list(tail.new_records()) == [{"a": 2}]
+    assert list(tail.new_records()) == []
+
+
+def test_the_table_fits_a_terminal_and_shows_small_densities() -> None:
+    assert cells(ROW) == (
+        "adtopk", "0.1%", "0.094%", "98.1%", "0.9078", "0.0204", "44.5x", "12.3", "yes",
+    )  # fmt: skip
+    assert cells(replace(ROW, replicas_identical=False, asked_density=None))[1::7] == ("-", "NO")
+    console = Console(width=80, file=io.StringIO())
+    console.print(results_table([ROW], "digits"))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    assert "identical" in shown
+
+
+def test_lines_where_there_is_no_terminal() -> None:
+    console = Console(file=io.StringIO())
+    with make_progress(console) as progress:
+        assert isinstance(progress, Lines)
+        for record in RECORDS:
+            progress.show(record)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "adtopk: 2 steps",
+        "adtopk: step 2/2 loss nan     test 50.0%",
+    ]
+
+
+def test_bars_on_a_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with make_progress(console) as progress:
+        assert isinstance(progress, Bars)
+        for record in RECORDS:
+            progress.show(record)
+    assert isinstance(console.file, io.StringIO)
+    assert "2/2" in console.file.getvalue()
+
+
+def test_the_picture_is_drawn_even_if_a_run_diverged(tmp_path: Path) -> None:
+    records = [{k: None if v != v else v for k, v in r.items()} for r in RECORDS]
+    plot_comparison(tmp_path / "p.png", records, [ROW], "digits")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert running_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from thinwire import cli
+from thinwire.cli import COMMANDS, main
+from thinwire.version import __version__
+
+
+def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that must be refused; returns its one sentence."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "example"),
+    [
+        ([], "thinwire compare digits --workers 4"),
+        (["--help"], "thinwire compare digits --workers 4"),
+        (["train", "--help"], "thinwire train digits --method adtopk --density 0.01 --workers 4"),
+        (["compare", "-h"], "thinwire compare digits --workers 4 --methods dense,topk,adtopk"),
+        (["lab", "--help"], "thinwire lab --hosts 4 --rate 10gbit"),
+    ],
+)
+def test_help_shows_a_real_example(
+    arguments: list[str], example: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    assert example in capsys.readouterr().out
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    shown = capsys.readouterr().out
+    for entry in COMMANDS:
+        assert re.search(rf"\b{entry.name}\b +{entry.summary.split()[0]}", shown)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"thinwire {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("trian digits", "thinwire trian: there is no command trian; did you mean train?"),
+        ("quux", "there is no command quux; thinwire --help lists what there is"),
+        ("--nope", "there is no option --nope; thinwire --help"),
+        ("train", "missing argument 'TASK'"),
+        ("train digits more", "unexpected extra argument"),
+        ("train digits --densty 0.1", "there is no option --densty; did you mean --density?"),
+        ("lab --hosst 2", "there is no option --hosst; did you mean --hosts?"),
+        ("train digits --density", "'--density' requires an argument"),
+        ("train digits --density abc", "--density is 'abc', which is not possible: "),
+        ("train digits --density=abc", "--density is 'abc', which is not possible: "),
+        ("train digits --density 0", "density is 0.0; it must be a number in (0, 1]"),
+        ("train digits --density nan", "density is nan; it must be a number in (0, 1]"),
+        ("train digits --workers two", "--workers is 'two', which is not possible: "),
+        ("train digits --workers 0", "workers is 0; it must be a whole number of at least 1"),
+        ("train digits --epochs 0", "epochs is 0; it must be a whole number of at least 1"),
+        ("train digits --batch-size -1", "batch_size is -1; it must be"),
+        ("train digits --lr 0", "lr is 0.0; it must be above 0"),
+        ("train digits --seed -1", "seed is -1; it must be 0 or more"),
+        ("train digits --axis x", "axis is 'x'; it must be 'auto', 'published' or an axis number"),
+        ("train digits --values int3", "values is 'int3'; it must be one of"),
+        ("train digits --method adtop", "method is 'adtop'; it must be one of dense, topk, adtopk"),
+        ("train digits --method dense --density 0.1", "density is 0.1, but dense has no such"),
+        ("compare digits --methods dense,dense", "methods names 'dense' twice"),
+        ("compare digits --methods ,", "methods is empty"),
+        ("train digit", "task is 'digit'; it must be one of digits"),
+        ("train no.such:TASK", "task is 'no.such:TASK', but there is no module 'no'"),
+        ("train tests.recipes.own_tasks:NOT_A_TASK", "is not a Task"),
+    ],
+)
+def test_what_is_typed_wrong_gets_one_sentence(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fail(arguments.split(), capsys)
+
+
+def test_a_run_folder_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "precious").touch()
+    said = fail(["train", "digits", "--out", str(tmp_path)], capsys)
+    assert f"out is '{tmp_path}', which is there already" in said
+
+
+def test_the_number_of_workers_is_torchruns_under_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(os.environ, "RANK", "0")
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "8")
+    said = fail(["train", "digits", "--workers", "4"], capsys)
+    assert "workers is 4, but 8 were started already (WORLD_SIZE)" in said
+
+
+def test_an_interrupted_job_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("thinwire.recipes.command.launch", interrupt)
+    assert main(["train", "digits", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "thinwire train: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing", "sentence"),
+    [
+        (["--help"], "typer", "typer cannot be found; .* pip install 'thinwire\\[cli\\]'"),
+        (
+            ["train", "-h"],
+            "sklearn",
+            "sklearn cannot be found; .* pip install 'thinwire\\[train\\]'",
+        ),
+        (["lab", "-h"], "pyroute2", "pyroute2 cannot be found; .* pip install 'thinwire\\[lab\\]'"),
+    ],
+)
+def test_a_missing_extra_is_named(
+    arguments: list[str],
+    missing: str,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = cli.find_spec
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == missing else found(name))
+    assert re.search(sentence, fail(arguments, capsys))

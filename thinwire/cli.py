@@ -1,0 +1,193 @@
+"""The `thinwire` command: one table of commands, each imported only when it is used.
+
+What a user types wrong is answered with one sentence on stderr and exit code 2; a job that fails with one sentence
+and exit code 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from thinwire.errors import JobError, UsageError
+from thinwire.version import __version__
+
+if TYPE_CHECKING:
+    import typer
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Command:
+    """A function of the same name in `module`; a CONTEXT_SETTINGS there is passed on to the parser."""
+
+    name: str
+    module: str
+    summary: str
+    extra: str
+    """Which of thinwire's extras brings what it imports."""
+    needs: tuple[str, ...]
+    """What it imports of that extra."""
+
+
+COMMANDS = (
+    Command(
+        "train",
+        "thinwire.recipes.command",
+        "Train a task once, with compressed gradients.",
+        extra="train",
+        needs=("numpy", "sklearn", "matplotlib"),
+    ),
+    Command(
+        "compare",
+        "thinwire.recipes.command",
+        "Train a task once with each method, from the same seed, and compare.",
+        extra="train",
+        needs=("numpy", "sklearn", "matplotlib"),
+    ),
+    Command(
+        "lab",
+        "thinwire.lab.command",
+        "Run a command on an emulated cluster: hosts on this machine, joined by slow links.",
+        extra="lab",
+        needs=("pyroute2",),
+    ),
+)
+"""A new command adds its entry here."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given[0] if given and not given[0].startswith("-") else None
+    try:
+        code = run(given, name)
+    except UsageError as error:
+        complain(name, str(error))
+        return EXIT_USAGE
+    except JobError as error:
+        complain(name, str(error))
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    if code == EXIT_INTERRUPTED:
+        complain(name, "interrupted")
+    return code
+
+
+def run(arguments: list[str], name: str | None) -> int:
+    check_extra("cli", ("typer", "rich"))
+    import typer
+
+    app = build_app(name)
+    # The class above all of the parser's complaints; which package it lives in depends on typer's version.
+    parser_complaint: Any = typer.BadParameter.__mro__[2]
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(
+            args=arguments or ["--help"], prog_name="thinwire", standalone_mode=False
+        )
+    except typer.Abort:
+        return EXIT_INTERRUPTED
+    except parser_complaint as error:
+        raise UsageError(explain(error, arguments)) from None
+    return result if isinstance(result, int) else 0
+
+
+def build_app(name: str | None) -> typer.Typer:
+    """The parser; only the command called `name` is imported, the others are there for --help."""
+    import typer
+
+    app = typer.Typer(
+        help="Fast data-parallel PyTorch training on networks slower than the gradients.\n\n"
+        "thinwire compare digits --workers 4 --methods dense,topk,adtopk --density 0.01",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"thinwire {__version__}")
+            raise typer.Exit
+
+    version_flag = typer.Option(
+        False, "--version", callback=show_version, is_eager=True, help="Show the version."
+    )
+
+    @app.callback()
+    def thinwire(version: bool = version_flag) -> None:
+        pass
+
+    for entry in COMMANDS:
+        if entry.name == name:
+            check_extra(entry.extra, entry.needs)
+            module = importlib.import_module(entry.module)
+            settings = getattr(module, "CONTEXT_SETTINGS", None)
+            app.command(entry.name, context_settings=settings)(getattr(module, entry.name))
+        else:
+            app.command(entry.name, help=entry.summary)(lambda: None)
+    return app
+
+
+def check_extra(extra: str, needs: Sequence[str]) -> None:
+    missing = [module for module in needs if find_spec(module) is None]
+    if missing:
+        raise UsageError(
+            f"{' and '.join(missing)} cannot be found; install what is missing with "
+            f"pip install 'thinwire[{extra}]'"
+        )
+
+
+def explain(complaint: Any, arguments: Sequence[str]) -> str:
+    """The parser's complaint as one sentence, with the nearest option or command if a name is wrong."""
+    text = " ".join(complaint.format_message().split()).rstrip(".")
+    context: Any = getattr(complaint, "ctx", None)
+    if text.startswith("No such option"):
+        wrong = complaint.option_name
+        known = [name for option in context.command.params for name in option.opts]
+        return f"there is no option {wrong}; {suggest(wrong, known, context.command_path)}"
+    if text.startswith("No such command"):
+        wrong = text.split("'")[1]
+        known = [entry.name for entry in COMMANDS]
+        return f"there is no command {wrong}; {suggest(wrong, known, 'thinwire')}"
+    given = find_value(getattr(complaint, "param", None), arguments)
+    if given is not None:
+        option, value = given
+        return (
+            f"{option} is {value!r}, which is not possible: {lower(complaint.message).rstrip('.')}"
+        )
+    path = context.command_path if context else "thinwire"
+    return f"{lower(text)}; {path} --help shows how to use it"
+
+
+def suggest(wrong: str, known: Sequence[str], path: str) -> str:
+    near = difflib.get_close_matches(wrong, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"{path} --help lists what there is"
+
+
+def find_value(parameter: Any, arguments: Sequence[str]) -> tuple[str, str] | None:
+    """An option as it was typed: its name and its value."""
+    for option in getattr(parameter, "opts", ()):
+        for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+            if word == option:
+                return option, following
+            if word.startswith(f"{option}="):
+                return option, word.partition("=")[2]
+    return None
+
+
+def lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def complain(name: str | None, sentence: str) -> None:
+    print(f"thinwire {name}: {sentence}" if name else f"thinwire: {sentence}", file=sys.stderr)
