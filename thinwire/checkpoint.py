@@ -113,6 +113,13 @@ def read_distributed(
         source = 0
     content: dict[str, Any] = {"rank": rank, "memory": {}, "steps": {}, "selection": {}}
     metadata = reader.read_metadata().state_dict_metadata
+
+    def empty(key: str) -> Any:
+        like = metadata[key]
+        if isinstance(like, TensorStorageMetadata):
+            return torch.empty(like.size, dtype=like.properties.dtype)
+        return 0
+
     for store, name in keys.memory(source):
         if saved_world != world and on_world_change == "reset":
             continue
@@ -120,14 +127,11 @@ def read_distributed(
         tensors = []
         for saved_rank in ranks:
             key = keys.memory_key(saved_rank, store, name)
-            like = metadata[key]
-            assert isinstance(like, TensorStorageMetadata)
-            empty = torch.empty(like.size, dtype=like.properties.dtype)
-            tensors.append(fetch({key: empty})[key])
+            tensors.append(fetch({key: empty(key)})[key])
         content["memory"].setdefault(store, {})[name] = (
             mean_tensor(tensors) if len(tensors) > 1 else tensors[0]
         )
-    _read_numbers(keys, source, content, fetch)
+    _read_numbers(keys, source, content, fetch, empty)
     return content
 
 
@@ -136,6 +140,7 @@ def _read_numbers(
     source: int,
     content: dict[str, Any],
     fetch: Callable[[dict[str, Any]], dict[str, Any]],
+    empty: Callable[[str], Any],
 ) -> None:
     head = f"{keys.prefix}ranks.rank{source}."
     for key in keys.all:
@@ -148,7 +153,7 @@ def _read_numbers(
             content["steps"][tail.removeprefix("steps.")] = fetch({key: 0})[key]
         elif tail.startswith("selection."):
             name, _, field = tail.removeprefix("selection.").rpartition(".")
-            content["selection"].setdefault(name, {})[field] = fetch({key: 0})[key]
+            content["selection"].setdefault(name, {})[field] = fetch({key: empty(key)})[key]
 
 
 class _Keys:

@@ -7,7 +7,7 @@ low-rank methods bring a compressor of their own behind the same face.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from thinwire.exchange.base import Exchange, Offer, Outcome
 from thinwire.exchange.dense import dense_mean
 from thinwire.exchange.requests import AllReduce, Place, Program
+from thinwire.layout import ParameterInfo
 from thinwire.memory.account import Account
 from thinwire.memory.base import Memory, MemoryState
 from thinwire.plan.groups import Group
@@ -67,11 +68,14 @@ class Compressor(ABC):
     def open(self, step: GroupStep) -> Opened:
         """Select and encode now; what is left to do is in the returned program."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart beside the memory, by parameter name."""
+    def expect(self, info: ParameterInfo, device: torch.device) -> None:  # noqa: B027
+        """Learn of a parameter before its first step: its state may be asked for earlier."""
+
+    def state_dict(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """What must survive a restart beside the memory, per parameter name, for all `names`."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+    def load_state_dict(self, state: Mapping[str, dict[str, Any]]) -> None:  # noqa: B027
         """Take from `state` what belongs to this compressor's parameters."""
 
 
@@ -98,7 +102,7 @@ class DenseCompressor(Compressor):
         mean = yield from dense_mean(
             buffer, step.place, deterministic=step.deterministic, phase="dense"
         )
-        return Outcome(mean, ~torch.linalg.vector_norm(mean.float(), torch.inf).isfinite())
+        return Outcome(mean, ~mean[0].isfinite())
 
 
 class SparseCompressor(Compressor):
@@ -116,7 +120,7 @@ class SparseCompressor(Compressor):
         self.memory: MemoryState = memory.start()
         self.values = values
         self.indices = indices
-        self.exchange = exchange
+        self.exchange = exchange.session()
         self._codecs: dict[tuple[Group, tuple[Hashable, ...]], Codec] = {}
 
     def open(self, step: GroupStep) -> Opened:
@@ -130,20 +134,34 @@ class SparseCompressor(Compressor):
         def pick() -> Picks:
             return self.session.pick(account.c, codec.table, modes)
 
-        offer = Offer(account, pick, codec, step.flags, step.place, phase="sparse")
-        entries = (
-            [rows.entries for rows in codec.table.rows]
-            if self.session.selector.has_exact_count
-            else None
+        def pick_rows(
+            table: RowTable, members: Sequence[int], c: Tensor | None = None
+        ) -> Picks:
+            flat = account.c if c is None else c
+            return self.session.pick(flat, table, [modes[which] for which in members])
+
+        offer = Offer(
+            account,
+            pick,
+            codec,
+            step.flags,
+            step.place,
+            phase="sparse",
+            steps=step.steps,
+            deterministic=step.deterministic,
+            pick_rows=pick_rows,
         )
+        known = self.session.selector.has_exact_count and not self.exchange.exchange.sums_on_the_way
+        entries = [rows.entries for rows in codec.table.rows] if known else None
         return Opened(
             self._run(offer, modes), account, self._slot_bytes(codec, step.place), entries
         )
 
     def _run(self, offer: Offer, modes: tuple[Hashable, ...]) -> Program[Outcome]:
         outcome = yield from self.exchange.run(offer)
-        if self.session.selector.note_words and outcome.header is not None:
-            self.session.observe(offer.codec.table, modes, outcome.header.notes)
+        offer.account.rest()
+        if outcome.header is not None:
+            self.session.observe(offer.codec.table, modes, outcome.header)
         return outcome
 
     def _codec(self, group: Group, modes: tuple[Hashable, ...]) -> Codec:
@@ -159,10 +177,11 @@ class SparseCompressor(Compressor):
         return self._codecs[key]
 
     def _slot_bytes(self, codec: Codec, place: Place) -> list[float]:
-        shared = codec.control_bytes / max(1, len(codec.table.rows))
+        shared = (place.world - 1) * codec.control_bytes / max(1, len(codec.table.rows))
+        entry_bits = self.exchange.exchange.entry_bits
         return [
-            (place.world - 1)
-            * (shared + rows.entries * (self.values.bits + self.indices.bits(rows)) / 8)
+            shared
+            + rows.entries * entry_bits(self.values.bits, self.indices.bits(rows), place.world) / 8
             for rows in codec.table.rows
         ]
 
@@ -171,22 +190,29 @@ class SparseCompressor(Compressor):
         for key in [key for key in self._codecs if key[0] is group]:
             del self._codecs[key]
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.session.state_dict()
+    def state_dict(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        state = self.session.state_dict(names)
+        for name, fields in self.exchange.state_dict(names).items():
+            state.setdefault(name, {}).update(fields)
+        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, dict[str, Any]]) -> None:
         self.session.load_state_dict(state)
+        self.exchange.load_state_dict(state)
 
 
 class FlushCompressor(Compressor):
-    """Sends gradient + memory densely once, when a slot turns dense, so that nothing held back is lost."""
+    """Sends gradient + memory densely once, when a slot turns dense, so that nothing held back is lost.
+
+    Slots no rank had a gradient for get no update and wait for the next step.
+    """
 
     def __init__(self, memory: MemoryState) -> None:
         self.memory: MemoryState = memory
 
     def open(self, step: GroupStep) -> Opened:
         account = FlushAccount(
-            self.memory.compensate(step.group, step.gradients, step.scale).c, step.group
+            self.memory.compensate(step.group, step.gradients, step.scale), step.group
         )
         world = step.place.world
         slot_bytes = [
@@ -205,22 +231,48 @@ class FlushCompressor(Compressor):
         )
         if step.place.world > 1:
             (had,) = yield (AllReduce(had, "flush/had", had.nbytes),)
-        account.delivered = had > 0
-        non_finite = ~torch.linalg.vector_norm(mean, torch.inf).isfinite()
-        return Outcome(mean[:-1], non_finite)
+        account.used = had > 0
+        for shared in account.memory.shared_when_dense:
+            shared.copy_(
+                (
+                    yield from dense_mean(
+                        shared.clone(),
+                        step.place,
+                        deterministic=step.deterministic,
+                        phase="flush/momentum",
+                    )
+                )
+            )
+        for which, slot in enumerate(step.group.slots):
+            piece = slot.span(mean)
+            piece.copy_(torch.where(account.used[which], piece, 0.0))
+        return Outcome(mean[:-1], ~mean[-1].isfinite())
 
 
 class FlushAccount(Account):
-    """Memory empties only when the step turns out good and the slot's update was used."""
+    """Memory empties only when the step turns out good and the slot's update was used.
 
-    def __init__(self, c: Tensor, group: Group) -> None:
-        super().__init__(c)
+    What the cast of the update to a narrower gradient dtype loses is not kept, as in every dense step.
+    """
+
+    def __init__(self, memory: Account, group: Group) -> None:
+        super().__init__(memory.c)
+        self.memory = memory
         self.group = group
-        self.delivered = torch.zeros(len(group.slots), dtype=torch.bool, device=c.device)
+        self.used = torch.zeros(len(group.slots), dtype=torch.bool, device=memory.c.device)
+        self.delivered = self.used
+        self._held: Tensor | None = None
+
+    def bank(self, rounding: Tensor) -> None:
+        """There will be no memory to keep it in."""
 
     def settle(self, bad: Tensor) -> None:
-        super().settle(bad)
-        self.delivered = self.delivered & ~bad
+        if self._held is None:
+            # A sum of finite numbers can overflow; nothing of that may stay.
+            self._held = torch.nan_to_num(self.c, 0.0, 0.0, 0.0)
+        self.delivered = self.used & ~bad
         for which, slot in enumerate(self.group.slots):
-            piece = slot.span(self.c)
-            piece.mul_((~self.delivered[which]).to(piece.dtype))
+            kept = torch.where(self.delivered[which], 0.0, slot.span(self._held))
+            slot.span(self.c).copy_(kept)
+        self.memory.c = self.c
+        self.memory.rest()

@@ -15,13 +15,16 @@ from thinwire import checkpoint
 from thinwire.compressor import FlushCompressor
 from thinwire.errors import UsageError
 from thinwire.exchange.drivers import StreamDriver, ThreadDriver
+from thinwire.exchange.hierarchy import join_hosts
 from thinwire.exchange.network import Network, agree, private_group
 from thinwire.layout import ParameterInfo
-from thinwire.methods.base import Method
+from thinwire.methods.base import Method, SparseMethod
 from thinwire.observe.ledger import Ledger
 from thinwire.observe.stats import Stats, Tally
+from thinwire.optim import Takeover
 from thinwire.pipeline import Pipeline
-from thinwire.plan.policy import Rule, make_plan
+from thinwire.plan.planner import Planner
+from thinwire.plan.policy import Rule
 from thinwire.plan.report import PlanReport
 from thinwire.validate import check_bool, check_instance
 
@@ -44,25 +47,42 @@ class Handle:
         process_group: dist.ProcessGroup,
         grad_scaler: Any,
         deterministic: bool,
+        takeover: Takeover | None = None,
     ) -> None:
         check_settings(method, policy, deterministic)
+        scale = scale_reader(grad_scaler)
         self._infos = dict(infos)
-        self._policy = list(policy or [])
-        self._method = method
+        self._takeover = takeover
+        self._method, self._policy = self._bind(method, policy or [])
+        self._deterministic = deterministic
+        self._scaled = grad_scaler is not None and grad_scaler.is_enabled()
         driver, self.ledger = make_driver(process_group, device)
+        self._network = driver.network
         self._network_group = driver.network.group
-        plan = make_plan(self._infos.values(), method, self._policy, driver.place.world)
-        self._agree(method)
+        try:
+            # First of all: a rank that raised alone would leave the others waiting.
+            self._agree(self._method, self._policy)
+            self._planner = Planner(
+                self._infos.values(), self._method, self._policy, driver.place.world
+            )
+            plan = self._planner.plan(0)
+            self._join_hosts()
+        except Exception:
+            driver.close()
+            raise
         self.pipeline = Pipeline(
             plan,
             driver,
             Tally(self.ledger),
             device=device,
             deterministic=deterministic,
-            scale=scale_reader(grad_scaler),
+            scale=scale,
+            replan=lambda step: self._planner.change(step),
         )
         self._on_close: list[Callable[[], None]] = []
         self.closed = False
+        if takeover is not None:
+            takeover.commit(self)
 
     # -- what it does ------------------------------------------------------------------------------------------
 
@@ -96,7 +116,9 @@ class Handle:
             raise UsageError(f"name is {name!r}; the handle knows {_some(self._infos)}")
         self.pipeline.settle()
         held = self.pipeline.held(name, "residual")
-        return held if held is not None else torch.zeros(self._infos[name].shape)
+        if held is None:
+            held = torch.zeros(self._infos[name].shape, device=self.pipeline.device)
+        return held
 
     # -- changing it -------------------------------------------------------------------------------------------
 
@@ -106,17 +128,19 @@ class Handle:
         What is held back carries over, or is sent densely once where the new method has no place for it.
         """
         self._refuse_if_closed()
-        rules = self._policy if policy is None else list(policy)
-        check_settings(method, rules, False)
-        plan = make_plan(self._infos.values(), method, rules, self.world)
-        self._method, self._policy = method, rules
-        self._agree(method)
+        check_settings(method, policy, False)
+        method, rules = self._bind(method, self._policy if policy is None else policy)
+        self._agree(method, rules)
+        planner = Planner(self._infos.values(), method, rules, self.world)
+        plan = planner.plan(self.pipeline.step)
+        self._method, self._policy, self._planner = method, rules, planner
+        self._join_hosts()
         self.pipeline.switch(plan)
 
     def discard_step(self) -> None:
         """Say that the last step was not applied: what it sent returns to memory.
 
-        Call it before the next backward, on every rank, when you skip `optimizer.step()` by a rule of your own.
+        Call it before the next backward or `switch`, on every rank, when you skip `optimizer.step()` by a rule of your own.
         """
         self.pipeline.settle(discard=True)
 
@@ -127,7 +151,7 @@ class Handle:
         """
         if self.closed:
             return
-        self.pipeline.settle()
+        self.pipeline.end_step()
         held = sum(m.nbytes() for m in self.pipeline.memories())
         if held:
             logger.warning(
@@ -136,9 +160,14 @@ class Handle:
                 held / 1e6,
             )
         self.closed = True
+        self.pipeline.release()
         for action in self._on_close:
             action()
         self.pipeline.driver.close()
+
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Have `action` called when the handle closes."""
+        self._on_close.append(action)
 
     # -- saving it ---------------------------------------------------------------------------------------------
 
@@ -154,22 +183,46 @@ class Handle:
         on_world_change: str | None = None,
     ) -> None:
         """Restore this rank's state, or, from the states of all ranks of another world, its mean or nothing."""
+        self._refuse_if_closed()
         states = [state] if isinstance(state, Mapping) else list(state)
         content = checkpoint.pick_rank(states, self.rank, self.world, on_world_change)
         self.pipeline.load_state_dict(content)
 
     def load_checkpoint(self, path: str | Path, *, on_world_change: str | None = None) -> None:
         """Restore from a distributed checkpoint that holds a handle, saved with any number of ranks."""
+        self._refuse_if_closed()
         content = checkpoint.read_distributed(path, self.rank, self.world, on_world_change)
         self.pipeline.load_state_dict(content)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _agree(self, method: Method) -> None:
-        settings = {"method": repr(method), "policy": "; ".join(map(str, self._policy))}
+    def _bind(self, method: Method, policy: Sequence[Rule]) -> tuple[Method, list[Rule]]:
+        """The settings with what was taken over from the optimizer in them."""
+        if self._takeover is not None:
+            return self._takeover.bind(method), self._takeover.bind_policy(policy)
+        if method.owns_momentum:
+            raise UsageError(
+                f"method is {type(method).__name__}, which takes momentum over from the optimizer; attach with it and "
+                "optimizer=opt instead of switching to it"
+            )
+        return method, list(policy)
+
+    def _agree(self, method: Method, policy: Sequence[Rule]) -> None:
+        settings = {
+            "method": repr(method),
+            "policy": "; ".join(map(str, policy)) or "none",
+            "deterministic": str(self._deterministic),
+            "grad_scaler": "enabled" if self._scaled else "none",
+        }
         for name, info in self._infos.items():
             settings[f"parameter {name}"] = f"{list(info.shape)} {list(info.strides)} {info.dtype}"
         agree(self._network_group, settings)
+
+    def _join_hosts(self) -> None:
+        """Groups inside and between hosts, for the exchanges that want them."""
+        methods = [self._method, *(rule.method for rule in self._policy)]
+        exchanges = [m.exchange for m in methods if isinstance(m, SparseMethod)]
+        join_hosts(self._network, exchanges)
 
     def _refuse_if_closed(self) -> None:
         if self.closed:
@@ -179,6 +232,8 @@ class Handle:
 def check_settings(method: Any, policy: Any, deterministic: Any) -> None:
     check_instance("method", method, Method, "a method such as tw.ADTopK(density=0.01)")
     check_bool("deterministic", deterministic)
+    if policy is not None:
+        check_instance("policy", policy, Sequence, "a list of tw.rule(...)")
     for entry in policy or []:
         check_instance("policy", entry, Rule, "a list of tw.rule(...)")
 

@@ -33,15 +33,19 @@ from thinwire.errors import UsageError
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.drivers import Driver, fail
 from thinwire.exchange.requests import Program, together
+from thinwire.kernels.inspection import inspect, is_finite
 from thinwire.layout import Bucket, BucketLayout
 from thinwire.memory.account import Account
 from thinwire.memory.base import MemoryState
 from thinwire.memory.residual import Residual, ResidualState
 from thinwire.methods.base import Method
+from thinwire.observe.stations import ENCODE, station
 from thinwire.observe.stats import Tally
 from thinwire.plan.groups import Group
 from thinwire.plan.policy import SlotPlan
-from thinwire.wire.codec import Flags
+
+# Stores that mean the same in every memory that has them.
+CARRIED = {"residual", "momentum"}
 
 
 @dataclass
@@ -60,7 +64,11 @@ class StepBook:
 
     seen: set[str] = field(default_factory=set)
     accounts: list[Account] = field(default_factory=list)
+    buckets: int = 0
     bad: list[Tensor] = field(default_factory=list)
+    """One verdict per bucket that came to its end."""
+    settled: bool = False
+    """Whether the verdict has been applied; the next bucket then begins a new step."""
 
 
 class Pipeline:
@@ -75,26 +83,30 @@ class Pipeline:
         device: torch.device,
         deterministic: bool,
         scale: Callable[[], Tensor | None],
+        replan: Callable[[int], dict[str, SlotPlan] | None] = lambda step: None,
     ) -> None:
         self.driver = driver
+        self.replan = replan
+        """The plan of a step where it differs from the one in force."""
         self.tally = tally
         self.device = device
         self.deterministic = deterministic
         self.scale = scale
         self.compressors: dict[Method, Compressor] = {}
         self.assignments = {
-            name: Assignment(slot_plan, self._compressor(slot_plan.method))
+            name: Assignment(slot_plan, self._compressor(slot_plan))
             for name, slot_plan in plan.items()
         }
         self.step = 0
         """Synchronising backward passes begun so far."""
         self._groups: dict[BucketLayout, list[tuple[Compressor, Group]]] = {}
         self._book = StepBook()
-        self._flushes: list[FlushAccount] = []
 
-    def _compressor(self, method: Method) -> Compressor:
+    def _compressor(self, slot_plan: SlotPlan) -> Compressor:
+        method = slot_plan.method
         if method not in self.compressors:
             self.compressors[method] = method.compressor()
+        self.compressors[method].expect(slot_plan.info, self.device)
         return self.compressors[method]
 
     # -- one bucket -------------------------------------------------------------------------------------------
@@ -103,7 +115,8 @@ class Pipeline:
     def reduce(self, bucket: Bucket) -> Future[Tensor]:
         """Start the exchange of one bucket; the future's value is `bucket.flat` holding the update."""
         try:
-            program = self._open(bucket)
+            with station(ENCODE):
+                program = self._open(bucket)
         except Exception as error:
             # Raised here it would leave DDP's reducer unusable; through the future it ends backward().
             failed: Future[Tensor] = Future()
@@ -113,22 +126,23 @@ class Pipeline:
 
     def _open(self, bucket: Bucket) -> Program[Tensor]:
         names = [slot.name for slot in bucket.layout.slots]
-        if not self._book.seen.isdisjoint(names):
-            self.settle()
+        if self._book.settled or not self._book.seen.isdisjoint(names):
+            self.end_step()
+        if not self._book.seen:
+            self._follow_schedule(self.step)
         self.step += not self._book.seen
         self._book.seen.update(names)
+        self._book.buckets += 1
         groups = self._groups_of(bucket.layout)
         opened = [self._open_group(compressor, group, bucket) for compressor, group in groups]
         for assignment in (self.assignments[name] for name in names):
             assignment.steps += 1
         self._book.accounts += [o.account for o in opened if o.account is not None]
-        self._flushes += [o.account for o in opened if isinstance(o.account, FlushAccount)]
         self.tally.add_bucket(bucket.layout, [g for _, g in groups], opened, self.driver.place)
         return self._finish(bucket, [group for _, group in groups], opened, self._book)
 
     def _open_group(self, compressor: Compressor, group: Group, bucket: Bucket) -> Opened:
-        pieces = group.pieces(bucket.flat)
-        flags, finite = inspect(pieces)
+        flags, finite = inspect(group, bucket.flat)
         return compressor.open(
             GroupStep(
                 group=group,
@@ -150,12 +164,13 @@ class Pipeline:
             group.deliver(outcome.update, bucket.flat)
             bad = bad | outcome.non_finite
             if one.account is not None and bucket.flat.dtype != outcome.update.dtype:
-                rounding = group.rounding(outcome.update, bucket.flat)
-                # A cast can overflow where the wider sum did not.
-                bad = bad | ~rounding.isfinite().all()
-                one.account.bank(rounding)
-            if one.entries is None and outcome.header is not None:
+                one.account.bank(group.rounding(outcome.update, bucket.flat))
+            if one.entries is None and outcome.sent is not None:
+                self.tally.add_counts(group, outcome.sent)
+            elif one.entries is None and outcome.header is not None:
                 self.tally.add_counts(group, outcome.header.counts[self.driver.place.rank])
+        # The sum of finite gradients, or its cast to a narrower dtype, can overflow.
+        bad = bad | ~is_finite(bucket.flat)
         bucket.flat.add_(torch.where(bad, torch.nan, 0.0).to(bucket.flat.dtype))
         book.bad.append(bad)
         return bucket.flat
@@ -164,21 +179,36 @@ class Pipeline:
 
     @torch.no_grad()
     def settle(self, discard: bool = False) -> None:
-        """Close the step: a bad (or discarded) one gives everything that was sent back to memory."""
-        book, self._book = self._book, StepBook()
-        if not book.accounts:
+        """Apply the step's verdict: a bad (or discarded) one gives everything that was sent back to memory.
+
+        Readers of memory call it; the step can still be discarded until the next one begins.
+        """
+        book = self._book
+        if not book.seen or (book.settled and not discard):
             return
-        device = book.accounts[0].c.device
-        bad = torch.tensor(discard, device=device)
+        book.settled = True
+        # A bucket without a verdict ended in an error, so its update was never used.
+        bad = torch.full((), discard or len(book.bad) < book.buckets, device=self.device)
         for bucket_bad in book.bad:
             bad = bad | bucket_bad
         for account in book.accounts:
             account.settle(bad)
-        self._end_flushes()
 
-    def _end_flushes(self) -> None:
+    def end_step(self) -> None:
+        """Settle and close the step: nothing of it can be taken back any more."""
+        self.settle()
+        book, self._book = self._book, StepBook()
+        self._end_flushes([a for a in book.accounts if isinstance(a, FlushAccount)])
+
+    def release(self) -> None:
+        """Drop all that is held back."""
+        self._book = StepBook()
+        for assignment in self.assignments.values():
+            if assignment.compressor.memory is not None:
+                assignment.compressor.memory.release([assignment.plan.info.name])
+
+    def _end_flushes(self, flushes: Sequence[FlushAccount]) -> None:
         """Slots whose memory has been delivered move on to their next compressor and free it."""
-        flushes, self._flushes = self._flushes, []
         for account in flushes:
             for slot, delivered in zip(
                 account.group.slots, account.delivered.tolist(), strict=True
@@ -186,17 +216,23 @@ class Pipeline:
                 assignment = self.assignments[slot.name]
                 if delivered and assignment.after_flush is not None:
                     assert assignment.compressor.memory is not None
+                    self._hand_over(slot.name, assignment.compressor, assignment.after_flush)
                     assignment.compressor.memory.release([slot.name])
                     assignment.compressor = assignment.after_flush
                     assignment.after_flush = None
                     self._drop_groups(list(self._groups))
 
+    def _follow_schedule(self, step: int) -> None:
+        plan = self.replan(step)
+        if plan is not None:
+            self.switch(plan)
+
     def switch(self, plan: dict[str, SlotPlan]) -> None:
         """Adopt a new plan. What is held back carries over to the new method or is flushed densely once."""
-        self.settle()
+        self.end_step()
         for name, slot_plan in plan.items():
             assignment = self.assignments[name]
-            old, new = assignment.compressor, self._compressor(slot_plan.method)
+            old, new = assignment.compressor, self._compressor(slot_plan)
             assignment.plan = slot_plan
             if isinstance(old, FlushCompressor):
                 assignment.after_flush = new
@@ -241,9 +277,16 @@ class Pipeline:
                 # Zeros where nothing is held yet: a distributed load fills the tensors it finds here.
                 memory.setdefault(store, {})[name] = held if held is not None else self._zeros(name)
         for compressor in self.compressors.values():
-            selection.update(compressor.state_dict())
+            selection.update(compressor.state_dict(self._names_with(compressor)))
         steps = {name: assignment.steps for name, assignment in self.assignments.items()}
         return {"step": self.step, "steps": steps, "memory": memory, "selection": selection}
+
+    def _names_with(self, compressor: Compressor) -> list[str]:
+        return [
+            name
+            for name, assignment in self.assignments.items()
+            if compressor in (assignment.compressor, assignment.after_flush)
+        ]
 
     def _zeros(self, name: str) -> Tensor:
         info = self.assignments[name].plan.info
@@ -252,56 +295,71 @@ class Pipeline:
 
     def load_state_dict(self, content: dict[str, Any]) -> None:
         """Replace all state; a residual for a parameter that is dense now is flushed, not dropped."""
-        self._book = StepBook()
+        self._check(content)
+        self.release()
         self.step = int(content.get("step", 0))
-        for assignment in self.assignments.values():
-            if assignment.compressor.memory is not None:
-                assignment.compressor.memory.release([assignment.plan.info.name])
+        # The plan of the last step that was taken: its memories are what was saved.
+        self._follow_schedule(max(0, self.step - 1))
         for name, steps in content["steps"].items():
-            self._known(name).steps = int(steps)
+            self.assignments[name].steps = int(steps)
         for store, contents in content["memory"].items():
             for name, values in contents.items():
                 self._adopt(name, store, values)
+        saved = content.get("selection", {})
         for compressor in self.compressors.values():
-            compressor.load_state_dict(content.get("selection", {}))
+            mine = {name: saved[name] for name in self._names_with(compressor) if name in saved}
+            compressor.load_state_dict(mine)
         self._merge_flushes()
         self._drop_groups(list(self._groups))
 
-    def _known(self, name: str) -> Assignment:
-        if name not in self.assignments:
-            raise UsageError(f"state holds parameter {name!r}, which this model does not have")
-        return self.assignments[name]
+    def _check(self, content: dict[str, Any]) -> None:
+        """Refuse the state of another model before anything is replaced."""
+        contents = content["memory"].values()
+        for name in {*content["steps"], *(name for held in contents for name in held)}:
+            if name not in self.assignments:
+                raise UsageError(f"state holds parameter {name!r}, which this model does not have")
+        for name, values in (item for held in contents for item in held.items()):
+            shape = self.assignments[name].plan.info.shape
+            if tuple(values.shape) != shape:
+                raise UsageError(
+                    f"state of {name!r} has shape {list(values.shape)}, the parameter has {list(shape)}"
+                )
+
+    def write_memory(self, name: str, store: str, values: Tensor) -> bool:
+        """Replace what a parameter's memory holds in a store; False if it has no such store."""
+        memory = self.assignments[name].compressor.memory
+        if memory is None or store not in memory.stores:
+            return False
+        memory.stores[store].write(name, values.to(self.device))
+        return True
 
     def _adopt(self, name: str, store: str, values: Tensor) -> None:
-        assignment = self._known(name)
-        shape = assignment.plan.info.shape
-        if tuple(values.shape) != shape:
-            raise UsageError(
-                f"state of {name!r} has shape {list(values.shape)}, the parameter has {list(shape)}"
-            )
-        memory = assignment.compressor.memory
-        if memory is not None and store in memory.stores:
-            memory.stores[store].write(name, values.to(self.device))
-        elif bool(values.any()):
+        if not self.write_memory(name, store, values) and store == "residual" and values.any():
+            assignment = self.assignments[name]
             carrier = ResidualState(Residual())
             carrier.stores["residual"].write(name, values.to(self.device))
             assignment.after_flush = assignment.compressor
             assignment.compressor = FlushCompressor(carrier)
 
     def _carry_over(self, name: str, old: Compressor, new: Compressor) -> bool:
-        """Hand a residual in gradient units over by name; False if it has to be flushed instead."""
+        """Hand what is held over by name; False if the new memory has no place for it and it has to be flushed."""
         if old.memory is None or not any(name in s.names() for s in old.memory.stores.values()):
             return True
-        if (
-            new.memory is None
-            or set(old.memory.stores) != {"residual"}
-            or set(new.memory.stores) != {"residual"}
-        ):
+        if new.memory is None or not CARRIED.issuperset({*old.memory.stores, *new.memory.stores}):
             return False
-        held = old.memory.stores["residual"].take(name)
-        if held is not None:
-            new.memory.stores["residual"].write(name, held)
+        if not set(old.memory.stores) <= set(new.memory.stores):
+            return False
+        self._hand_over(name, old, new)
         return True
+
+    def _hand_over(self, name: str, old: Compressor, new: Compressor) -> None:
+        """Move what both memories have a store for."""
+        if old.memory is None or new.memory is None:
+            return
+        for store in CARRIED & set(old.memory.stores) & set(new.memory.stores):
+            held = old.memory.stores[store].take(name)
+            if held is not None:
+                new.memory.stores[store].write(name, held)
 
     def _merge_flushes(self) -> None:
         """One flush compressor per memory, so that its slots in a bucket travel together."""
@@ -342,16 +400,3 @@ class Pipeline:
             for compressor, group in self._groups.pop(layout):
                 if isinstance(compressor, SparseCompressor):
                     compressor.forget_group(group)
-
-
-def inspect(pieces: Sequence[Tensor]) -> tuple[Flags, list[Tensor]]:
-    """(flags, the same pieces with non-finite elements replaced by 0).
-
-    A maximum is NaN or infinite exactly if an element is, and zero exactly if the slot got no gradient.
-    """
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(pieces), torch.inf)])
-    finite_slots = largest.isfinite()
-    flags = Flags(non_finite=~finite_slots.all(), had_gradient=largest != 0)
-    if largest.device.type == "cpu" and not bool(flags.non_finite):
-        return flags, list(pieces)
-    return flags, [torch.where(piece.isfinite(), piece, 0.0) for piece in pieces]

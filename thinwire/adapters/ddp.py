@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.adapters.checks import check_parameters
 from thinwire.errors import UsageError
 from thinwire.exchange.drivers import fail
-from thinwire.handle import Handle
+from thinwire.handle import Handle, check_settings
 from thinwire.layout import Bucket, BucketLayout, ParameterInfo, describe_module
 from thinwire.methods.base import Method
+from thinwire.optim import take_over
 from thinwire.plan.policy import Rule
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ def attach(
     >>> handle = tw.attach(ddp, tw.ADTopK(density=0.01))
     """
     module = unwrap(ddp)
+    check_settings(method, policy, deterministic)
     socket = _sockets.get(module)
     if socket is None:
         refuse_foreign_hooks(module)
@@ -72,6 +74,7 @@ def attach(
         process_group=check_group(process_group, module.process_group),
         grad_scaler=grad_scaler,
         deterministic=deterministic,
+        takeover=take_over(method, optimizer, parameters),
     )
     if socket is None:
         socket = _sockets[module] = Socket(module)

@@ -20,6 +20,7 @@ from thinwire.errors import UsageError
 from thinwire.handle import Handle
 from thinwire.layout import ParameterInfo, describe_module, describe_parameters
 from thinwire.methods.base import Method
+from thinwire.optim import take_over
 from thinwire.plan.policy import Rule
 from thinwire.validate import check_bool, check_instance, check_positive_int
 
@@ -82,6 +83,7 @@ class DistributedOptimizer(Optimizer):
             process_group=group,
             grad_scaler=grad_scaler,
             deterministic=deterministic,
+            takeover=take_over(method, optimizer, parameters),
         )
         _broadcast_from_first(group, model, parameters.values())
         self.backward_passes_per_step = backward_passes_per_step

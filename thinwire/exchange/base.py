@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from thinwire.exchange.requests import Place, Program
 from thinwire.memory.account import Account
-from thinwire.select.base import Picks
+from thinwire.select.base import Picks, Selector
+from thinwire.select.rows import RowTable
 from thinwire.wire.codec import Codec, Flags, Header
+
+
+class RowPicker(Protocol):
+    """Selects on any rows of the group's slots."""
+
+    def __call__(self, table: RowTable, members: Sequence[int], c: Tensor | None = None) -> Picks:
+        """`members` says which slots the rows belong to; `c` is the flat gradient they lie in, None = the account's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +34,12 @@ class Offer:
     flags: Flags
     place: Place
     phase: str
+    steps: Sequence[int] = ()
+    """How often each slot has been exchanged before; the same on all ranks."""
+    deterministic: bool = False
+    """Sum dense parts in rank order, so that bits do not depend on the bucketing."""
+    pick_rows: RowPicker | None = None
+    """The same selection on other rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +51,8 @@ class Outcome:
     non_finite: Tensor
     """bool []: some rank's gradient was not finite."""
     header: Header | None = None
+    sent: Tensor | None = None
+    """int [slots]: entries this rank sent, where the exchange decides that."""
 
 
 class Exchange(ABC):
@@ -47,6 +64,41 @@ class Exchange(ABC):
 
     fixed_size: bool = True
     """Whether every rank's payload has the length that shapes alone give."""
+    host_sync_free: bool = True
+    """Whether a step on an accelerator never makes the host wait."""
+    moves_memory: bool = False
+    """Whether what is held back may move to another rank, so that a rank cannot tell what of its own was sent."""
+    sums_on_the_way: bool = False
+    """Whether values are added before they reach everybody: they then travel as plain floating-point numbers,
+    without selection notes, and the exchange counts the entries itself."""
 
     @abstractmethod
     def run(self, offer: Offer) -> Program[Outcome]: ...
+
+    def session(self) -> ExchangeSession:
+        return ExchangeSession(self)
+
+    def objection(self, selector: Selector) -> str | None:
+        """Why this exchange cannot carry that selection, as the end of a sentence; None if it can."""
+        return None
+
+    def entry_bits(self, value_bits: float, index_bits: float, world: int) -> float:
+        """Bits a rank sends per entry it may select; the cost model behind `dense_fallback`."""
+        return (world - 1) * (value_bits + index_bits)
+
+
+class ExchangeSession:
+    """An exchange at work. This one has no state; exchanges that learn or cache override it."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+
+    def run(self, offer: Offer) -> Program[Outcome]:
+        return self.exchange.run(offer)
+
+    def state_dict(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Numbers per parameter name, for all `names`; the same on every rank."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, dict[str, Any]]) -> None:
+        """Take from `state` what belongs to this session's parameters."""

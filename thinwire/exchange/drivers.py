@@ -22,15 +22,22 @@ from torch.futures import Future
 from thinwire.errors import ExchangeError
 from thinwire.exchange.network import Network, release_group
 from thinwire.exchange.requests import (
+    BETWEEN,
+    EVERYONE,
+    INSIDE,
     AllGather,
     AllReduce,
     AllToAll,
+    AllToAllUneven,
     Batch,
+    Broadcast,
     Place,
     Program,
     Request,
+    Swap,
 )
 from thinwire.observe.ledger import Ledger
+from thinwire.observe.stations import DECODE, ENCODE, EXCHANGE, station
 
 T = TypeVar("T")
 
@@ -57,12 +64,26 @@ def fail(future: Future[Tensor], error: Exception) -> None:
     future.set_exception(error)  # type: ignore[arg-type]
 
 
+def begin(program: Program[Any]) -> Batch:
+    """Run a program up to its first request."""
+    with station(ENCODE):
+        return next(program)
+
+
+def go_on(program: Program[Any], network: Network, batch: Batch) -> Batch:
+    """Perform what a program asked for and run it up to its next request."""
+    with station(EXCHANGE):
+        replies = network.perform(batch)
+    with station(DECODE):
+        return program.send(replies)
+
+
 def run_inline(program: Program[T], network: Network) -> T:
     """Run a program to its end in the calling thread."""
     try:
-        batch = next(program)
+        batch = begin(program)
         while True:
-            batch = program.send(network.perform(batch))
+            batch = go_on(program, network, batch)
     except StopIteration as finished:
         return finished.value
 
@@ -79,11 +100,12 @@ class ThreadDriver(Driver):
         self._jobs: queue.SimpleQueue[tuple[Program[Tensor], Batch, Future[Tensor]] | None]
         self._jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._broken: ExchangeError | None = None
 
     def start(self, program: Program[Tensor]) -> Future[Tensor]:
         future: Future[Tensor] = Future()
         try:
-            batch = next(program)
+            batch = begin(program)
         except StopIteration as finished:
             future.set_result(finished.value)
         except Exception as error:
@@ -101,17 +123,22 @@ class ThreadDriver(Driver):
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             program, batch, future = job
+            if self._broken is not None:
+                # After a failed collective the ranks are no longer in step; waiting for each further one in turn
+                # would only multiply the timeout.
+                fail(future, self._broken)
+                continue
             try:
                 while True:
-                    batch = program.send(self.network.perform(batch))
+                    batch = go_on(program, self.network, batch)
             except StopIteration as finished:
                 future.set_result(finished.value)
             except Exception as error:
-                died = ExchangeError(
+                self._broken = ExchangeError(
                     f"the exchange failed on rank {self.place.rank} of {self.place.world} "
                     f"(has a worker died?): {error}"
                 )
-                fail(future, died)
+                fail(future, self._broken)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -145,7 +172,7 @@ class StreamDriver(Driver):
 
     def _run(self, program: Program[Tensor], future: Future[Tensor]) -> None:
         try:
-            batch = next(program)
+            batch = begin(program)
         except StopIteration as finished:
             future.set_result(finished.value)
             return
@@ -157,7 +184,7 @@ class StreamDriver(Driver):
                 while True:
                     for request in batch:
                         request.tensor.record_stream(stream)
-                    batch = program.send(self.network.perform(batch))
+                    batch = go_on(program, self.network, batch)
             except StopIteration as finished:
                 future.set_result(finished.value)
 
@@ -165,23 +192,67 @@ class StreamDriver(Driver):
         torch.cuda.synchronize(self.device)
 
 
-def run_virtual(programs: Sequence[Program[T]], ledger: Ledger | None = None) -> list[T]:
+def run_virtual(
+    programs: Sequence[Program[T]],
+    ledger: Ledger | Sequence[Ledger] | None = None,
+    *,
+    per_host: int | None = None,
+) -> list[T]:
     """Run the programs of all ranks in lockstep in one process; rank order is the order of `programs`.
 
-    `ledger` counts what rank 0 sends.
+    `ledger` counts what rank 0 sends, a list of ledgers what every rank sends. With `per_host` the ranks are placed
+    on hosts of that many, for requests inside and between hosts.
     """
-    world = len(programs)
-    results: list[Any] = [None] * world
-    batches = [_step(program, None, results, rank) for rank, program in enumerate(programs)]
-    while any(batch is not None for batch in batches):
-        replies = _perform_virtual(batches)
-        if ledger is not None:
-            for request in batches[0] or ():
-                ledger.record(request, 0.0)
-        batches = [
-            _step(program, replies[rank], results, rank) for rank, program in enumerate(programs)
-        ]
-    return results
+    return VirtualRanks(len(programs), ledger, per_host).run(programs)
+
+
+class VirtualRanks:
+    """All ranks of a group inside one process."""
+
+    def __init__(
+        self, world: int, ledger: Ledger | Sequence[Ledger] | None, per_host: int | None
+    ) -> None:
+        self.world = world
+        self.ledgers = [ledger] if isinstance(ledger, Ledger) else list(ledger or [])
+        everyone = list(range(world))
+        self.teams = {EVERYONE: [everyone]}
+        if per_host is not None:
+            hosts = [everyone[start : start + per_host] for start in range(0, world, per_host)]
+            self.teams[INSIDE] = hosts
+            self.teams[BETWEEN] = [list(team) for team in zip(*hosts, strict=True)]
+
+    def run(self, programs: Sequence[Program[T]]) -> list[T]:
+        results: list[Any] = [None] * self.world
+        batches = [_step(program, None, results, rank) for rank, program in enumerate(programs)]
+        while any(batch is not None for batch in batches):
+            replies = self._perform(batches)
+            batches = [
+                _step(program, replies[rank], results, rank)
+                for rank, program in enumerate(programs)
+            ]
+        return results
+
+    def _perform(self, batches: Sequence[Batch | None]) -> list[list[Tensor]]:
+        lengths = {None if batch is None else len(batch) for batch in batches}
+        if len(lengths) != 1 or None in lengths:
+            raise ExchangeError("virtual ranks disagree about the number of requests in this round")
+        columns = list(zip(*(batch for batch in batches if batch is not None), strict=True))
+        replies: list[list[Tensor]] = [[] for _ in batches]
+        for column in columns:
+            for team in self._teams(column):
+                members = [column[rank] for rank in team]
+                for rank, reply in zip(team, answer(members), strict=True):
+                    replies[rank].append(reply)
+                for rank in team:
+                    if rank < len(self.ledgers):
+                        self.ledgers[rank].record(column[rank], 0.0, len(team))
+        return replies
+
+    def _teams(self, column: Sequence[Request]) -> list[list[int]]:
+        scopes = {request.scope for request in column}
+        if len(scopes) != 1 or not scopes <= self.teams.keys():
+            raise ExchangeError(f"virtual ranks asked for the scopes {sorted(scopes)} in one round")
+        return self.teams[scopes.pop()]
 
 
 def _step(
@@ -194,18 +265,9 @@ def _step(
         return None
 
 
-def _perform_virtual(batches: Sequence[Batch | None]) -> list[list[Tensor]]:
-    lengths = {None if batch is None else len(batch) for batch in batches}
-    if len(lengths) != 1 or None in lengths:
-        raise ExchangeError("virtual ranks disagree about the number of requests in this round")
-    columns = list(zip(*(batch for batch in batches if batch is not None), strict=True))
-    answered = [_answer(column) for column in columns]
-    return [[column[rank] for column in answered] for rank in range(len(batches))]
-
-
-def _answer(column: Sequence[Request]) -> list[Tensor]:
-    """The replies of all ranks to one collective."""
-    described = {(r.kind, r.phase, r.tensor.dtype, tuple(r.tensor.shape)) for r in column}
+def answer(column: Sequence[Request]) -> list[Tensor]:
+    """The replies of all ranks of a team to one collective."""
+    described = {_description(request) for request in column}
     if len(described) != 1:
         raise ExchangeError(
             f"virtual ranks asked for different collectives: {sorted(map(str, described))}"
@@ -221,5 +283,56 @@ def _answer(column: Sequence[Request]) -> list[Tensor]:
             gathered = torch.stack(tensors)
             return [gathered.clone() for _ in tensors]
         case AllToAll():
-            return [torch.stack([t[rank] for t in tensors]) for rank in range(len(tensors))]
+            # One copy for all: a reply's row is only read.
+            crossed = torch.stack(tensors).transpose(0, 1).contiguous()
+            return list(crossed.unbind(0))
+        case AllToAllUneven():
+            return _cross_uneven(column)
+        case Broadcast(source=source):
+            return [tensors[source].clone() for _ in tensors]
+        case Swap():
+            return _deliver_swaps(column)
     raise ExchangeError(f"unknown request {column[0].kind!r}")
+
+
+def _description(request: Request) -> tuple[Any, ...]:
+    """What all ranks must agree on."""
+    shape = tuple(request.tensor.shape)
+    if isinstance(request, AllToAllUneven):
+        shape = shape[1:]
+    source = request.source if isinstance(request, Broadcast) else None
+    return request.kind, request.phase, request.tensor.dtype, shape, source
+
+
+def _cross_uneven(column: Sequence[Request]) -> list[Tensor]:
+    pieces = []
+    for request in column:
+        assert isinstance(request, AllToAllUneven)
+        pieces.append(request.tensor.split(list(request.send)))
+    replies = []
+    for rank, request in enumerate(column):
+        assert isinstance(request, AllToAllUneven)
+        arrived = [piece[rank] for piece in pieces]
+        if tuple(map(len, arrived)) != request.receive:
+            raise ExchangeError(
+                f"virtual rank {rank} expects {request.receive} rows and is sent {tuple(map(len, arrived))}"
+            )
+        replies.append(torch.cat(arrived))
+    return replies
+
+
+def _deliver_swaps(column: Sequence[Request]) -> list[Tensor]:
+    replies = []
+    for rank, request in enumerate(column):
+        assert isinstance(request, Swap)
+        if request.source is None:
+            replies.append(request.tensor.new_empty(0))
+            continue
+        other = column[request.source]
+        assert isinstance(other, Swap)
+        if other.to != rank:
+            raise ExchangeError(
+                f"virtual rank {rank} waits for rank {request.source}, which sends to {other.to}"
+            )
+        replies.append(other.tensor.clone())
+    return replies

@@ -3,6 +3,7 @@ torch.distributed itself, so the same code runs on gloo, on NCCL and on virtual 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -11,14 +12,23 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+EVERYONE = "everyone"
+INSIDE = "inside"
+BETWEEN = "between"
+
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One collective. `control_bytes` of this rank's tensor are counts, flags and padding, not gradient."""
+    """One collective. Of this rank's tensor `control_bytes` are counts, flags and histograms and `padding_bytes` fill
+    places that no entry took; the rest is gradient."""
 
     tensor: Tensor
     phase: str = ""
     control_bytes: int = 0
+    padding_bytes: int | Tensor = 0
+    """A tensor where only the device knows it; it is read when somebody asks for the ledger."""
+    scope: str = EVERYONE
+    """Who takes part: everyone, the ranks of this host (`INSIDE`), or one rank of every host (`BETWEEN`)."""
 
     kind: ClassVar[str] = ""
 
@@ -26,11 +36,24 @@ class Request:
         """Bytes this rank puts on the wire under a bandwidth-optimal algorithm."""
         raise NotImplementedError
 
+    def received_bytes(self, world: int) -> int:
+        """Bytes this rank takes off the wire under the same algorithm."""
+        return self.sent_bytes(world)
+
     def control_share(self, world: int) -> int:
         """The part of `sent_bytes` that is control."""
+        return self._share(world, self.control_bytes)
+
+    def padding_share(self, world: int) -> int | Tensor:
+        """The part of `sent_bytes` that fills unused places."""
+        if isinstance(self.padding_bytes, int):
+            return self._share(world, self.padding_bytes)
+        return self.padding_bytes * (self.sent_bytes(world) / max(1, self.tensor.nbytes))
+
+    def _share(self, world: int, part: int) -> int:
         if not self.tensor.numel():
             return 0
-        return self.sent_bytes(world) * self.control_bytes // self.tensor.nbytes
+        return self.sent_bytes(world) * part // self.tensor.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +84,57 @@ class AllToAll(Request):
 
     def sent_bytes(self, world: int) -> int:
         return (world - 1) * self.tensor.nbytes // world
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAllUneven(Request):
+    """[sum(send), ...]: the first send[0] rows go to rank 0 and so on; the reply has sum(receive) rows, by source."""
+
+    send: tuple[int, ...] = ()
+    receive: tuple[int, ...] = ()
+    rank: int = 0
+
+    kind: ClassVar[str] = "all_to_all_uneven"
+
+    def sent_bytes(self, world: int) -> int:
+        return self._row_bytes() * (sum(self.send) - self.send[self.rank])
+
+    def received_bytes(self, world: int) -> int:
+        return self._row_bytes() * (sum(self.receive) - self.receive[self.rank])
+
+    def _row_bytes(self) -> int:
+        return math.prod(self.tensor.shape[1:]) * self.tensor.element_size()
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast(Request):
+    """The reply is `source`'s tensor; everybody passes one of the same size."""
+
+    source: int = 0
+
+    kind: ClassVar[str] = "broadcast"
+
+    def sent_bytes(self, world: int) -> int:
+        return self.tensor.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Swap(Request):
+    """Send the tensor to rank `to` and receive one of the same size from rank `source`; None = not this time.
+
+    The reply is what arrived, or an empty tensor.
+    """
+
+    to: int | None = None
+    source: int | None = None
+
+    kind: ClassVar[str] = "swap"
+
+    def sent_bytes(self, world: int) -> int:
+        return 0 if self.to is None else self.tensor.nbytes
+
+    def received_bytes(self, world: int) -> int:
+        return 0 if self.source is None else self.tensor.nbytes
 
 
 Batch = tuple[Request, ...]

@@ -16,6 +16,9 @@ class Account:
         self.c = c
         self._sent: list[tuple[Tensor, Tensor]] = []
         self._rounding: Tensor | None = None
+        self._verdict: Tensor | None = None
+        self.shared_when_dense: list[Tensor] = []
+        """Buffers beside c that have to be the same on all ranks once the slots are dense, such as a momentum."""
 
     def write_off(self, positions: Tensor, contribution: Tensor) -> None:
         """Take `contribution` out of memory: it has been sent.
@@ -24,10 +27,20 @@ class Account:
         """
         contribution = contribution.to(self.c.dtype)
         self.c.index_add_(0, positions, contribution, alpha=-1)
-        # A sum of finite numbers can still overflow. It is always selected, so this is the one place to see it.
-        left = self.c[positions]
-        self.c[positions] = torch.where(left.isfinite(), left, 0.0)
+        self._drop_overflow(positions)
         self._sent.append((positions, contribution))
+
+    def _drop_overflow(self, positions: Tensor) -> None:
+        """A sum of finite numbers can overflow; nothing of that may stay.
+
+        An infinity is always among the selected, which flags the step, so that looking there is enough to know. An
+        accelerator would have to wait for the answer: it cleans what was selected, and more of them in the next step.
+        """
+        if self.c.device.type != "cpu":
+            left = self.c[positions]
+            self.c[positions] = torch.where(left.isfinite(), left, 0.0)
+        elif not bool(self.c[positions].isfinite().all()):
+            torch.nan_to_num(self.c, 0.0, 0.0, 0.0, out=self.c)
 
     def give_back(self, positions: Tensor, contribution: Tensor) -> None:
         """Put entries that were sent but not accepted back into memory."""
@@ -39,18 +52,24 @@ class Account:
         """Remember what the cast of the update to a narrower gradient dtype lost; it joins memory at `settle`."""
         self._rounding = rounding
 
-    def settle(self, bad: Tensor) -> None:
-        """Close the step: if it was bad everything sent returns, otherwise the banked rounding is kept.
+    def rest(self) -> None:
+        """The exchange has ended: nothing but the verdict is still to come. Narrow storages pack memory here."""
 
-        Predicated on the device, because reading `bad` would make the host wait.
+    def settle(self, bad: Tensor) -> None:
+        """Apply the step's verdict: if it is bad everything sent returns, otherwise the banked rounding is kept.
+
+        Again with a good step that is discarded after all: a verdict can turn bad, never good. Predicated on the
+        device, because reading `bad` would make the host wait.
         """
         nothing = torch.zeros((), dtype=self.c.dtype, device=self.c.device)
-        for positions, contribution in self._sent:
-            self.c.index_add_(0, positions, torch.where(bad, contribution, nothing))
+        turned = bad if self._verdict is None else bad & ~self._verdict
         if self._rounding is not None:
-            self.c += torch.where(bad, nothing, self._rounding)
-        self._sent.clear()
-        self._rounding = None
+            kept = self._rounding if self._verdict is None else -self._rounding
+            self.c += torch.where(bad if self._verdict is None else ~turned, nothing, kept)
+        # Backwards, so that every sum on the way is one that c has held before: exact, whatever was given back.
+        for positions, contribution in reversed(self._sent):
+            self.c.index_add_(0, positions, torch.where(turned, contribution, nothing))
+        self._verdict = bad
 
     def accepted(self) -> Tensor:
         """This rank's accepted contribution so far, dense; for tests and measurements."""

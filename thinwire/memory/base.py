@@ -23,6 +23,8 @@ class Memory(ABC):
     """Whether anything is held back between steps."""
     in_gradient_units: bool = True
     """Whether what is held can be handed to another method as it is."""
+    owns_momentum: bool = False
+    """Whether momentum is applied here, so that the optimizer must not apply it again."""
 
     @abstractmethod
     def start(self) -> MemoryState: ...

@@ -24,9 +24,24 @@ class Binding:
     flat: Tensor
     units: Tensor | None = None
 
+    def open(self, scale: Tensor | None) -> Tensor:
+        """The buffer to work in during a step, in the units of gradients scaled by `scale`."""
+        self.rescale(scale)
+        return self.flat
+
+    def rest(self, flat: Tensor) -> None:
+        """The step's work in the opened buffer is done; narrow storages pack it here."""
+
     def read(self, slot: Slot) -> Tensor:
         values = slot.view(self.flat)
         return values / self.units if self.units is not None else values.clone()
+
+    def put(self, slot: Slot, values: Tensor) -> None:
+        """Replace a slot's values, given in plain units."""
+        slot.view(self.flat).copy_(values if self.units is None else values * self.units)
+
+    def nbytes(self) -> int:
+        return self.flat.nbytes
 
     def rescale(self, scale: Tensor | None) -> None:
         """Bring the buffer to the units of gradients scaled by `scale`."""
@@ -49,16 +64,17 @@ class FlatStore:
         """The group's flat buffer, carrying over what any of its names held before."""
         binding = self._bindings.get(group)
         if binding is None:
-            binding = Binding(
-                group, torch.zeros(group.numel, dtype=group.dtype, device=group.device)
-            )
+            binding = self.make_binding(group)
             for slot in group.slots:
                 held = self.take(slot.name)
                 if held is not None:
-                    slot.view(binding.flat).copy_(held)
+                    binding.put(slot, held)
                 self._owner[slot.name] = (binding, slot)
             self._bindings[group] = binding
         return binding
+
+    def make_binding(self, group: Group) -> Binding:
+        return Binding(group, torch.zeros(group.numel, dtype=group.dtype, device=group.device))
 
     def read(self, name: str) -> Tensor | None:
         """A copy in the parameter's shape and in plain units, or None if nothing is held."""
@@ -81,9 +97,7 @@ class FlatStore:
         """Replace what is held under a name."""
         if name in self._owner:
             binding, slot = self._owner[name]
-            if binding.units is not None:
-                values = values * binding.units
-            slot.view(binding.flat).copy_(values)
+            binding.put(slot, values)
         else:
             self._loose[name] = values.clone()
 
@@ -95,7 +109,7 @@ class FlatStore:
         return set(self._owner) | set(self._loose)
 
     def nbytes(self) -> int:
-        bound = sum(binding.flat.nbytes for binding in self._bindings.values())
+        bound = sum(binding.nbytes() for binding in self._bindings.values())
         return bound + sum(values.nbytes for values in self._loose.values())
 
     def _dissolve(self, binding: Binding) -> None:

@@ -56,12 +56,12 @@ class ADTopK(Sparsifier):
             check_positive_int("total_steps", self.total_steps)
 
     def selector(self) -> Selector:
-        dimensions = AllDimensionTopK(self.density, self.axis)
+        dimensions = AllDimensionTopK(self.kept, self.axis)
         if self.interleave is None:
             return dimensions
         globally = (
-            ThresholdTopK(self.density, self.monitor, self.updater)
+            ThresholdTopK(self.kept, self.monitor, self.updater)
             if self.threshold
-            else TradTopK(self.density)
+            else TradTopK(self.kept)
         )
         return Interleaved(dimensions, globally, self.interleave, self.total_steps)

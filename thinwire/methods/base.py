@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from thinwire.compressor import Compressor, DenseCompressor, SparseCompressor
+from thinwire.errors import UsageError
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.gather import AllGatherFast
 from thinwire.layout import Slot
 from thinwire.memory.base import Memory
+from thinwire.memory.clip import Clip
+from thinwire.memory.dense_momentum import DenseMomentumCompressor
+from thinwire.memory.momentum import MomentumCorrection
 from thinwire.memory.residual import Residual
+from thinwire.plan.schedule import Schedule
 from thinwire.select.base import Selector
+from thinwire.select.rows import SlotRows
 from thinwire.validate import check_bool, check_choice, check_density, check_instance
 from thinwire.wire.format import Wire
+from thinwire.wire.values import FloatCode
 
 # Below this size a slot's header and launch cost more than its bytes.
 SMALL_NUMEL = 512
@@ -29,6 +36,28 @@ class Method(ABC):
     def host_sync_free(self) -> bool:
         """Whether a step on an accelerator never makes the host wait."""
         return True
+
+    @property
+    def owns_momentum(self) -> bool:
+        """Whether momentum is applied here, so that the optimizer's has to be taken over."""
+        return False
+
+    def with_momentum(self, momentum: float, nesterov: bool) -> Method:
+        """The same method with what was taken over from the optimizer; one that owns no momentum stays as it is."""
+        return self
+
+    def dense_companion(self, dense: Dense) -> Method:
+        """What this method's dense slots use in place of `dense`."""
+        return dense
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Steps at which another method takes over, so that each can be checked beforehand."""
+        return ()
+
+    def at(self, step: int) -> Method:
+        """The method in force in a handle's step; another one from time to time where a schedule says so."""
+        return self
 
     @abstractmethod
     def compressor(self) -> Compressor:
@@ -67,6 +96,28 @@ class Dense(Method):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DenseMomentum(Dense):
+    """The plain mean with momentum after it: the dense slots of a method that owns momentum."""
+
+    momentum: float
+    nesterov: bool = False
+    clip: Clip | None = None
+
+    @property
+    def owns_momentum(self) -> bool:
+        return True
+
+    def compressor(self) -> Compressor:
+        return DenseMomentumCompressor(self.momentum, self.nesterov, self.dtype, self.clip)
+
+    def dense_companion(self, dense: Dense) -> Method:
+        return replace(self, dtype=dense.dtype)
+
+    def describe(self, slot: Slot) -> str:
+        return f"{super().describe(slot)}, momentum after averaging"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SparseMethod(Method):
     """memory -> select -> wire -> exchange, with the break-even against a dense all-reduce."""
 
@@ -84,33 +135,92 @@ class SparseMethod(Method):
         )
         check_bool("dense_fallback", self.dense_fallback)
 
+    @property
+    def host_sync_free(self) -> bool:
+        return self.exchange.host_sync_free
+
     @abstractmethod
     def selector(self) -> Selector: ...
 
     @abstractmethod
     def wire_format(self) -> Wire: ...
 
+    @property
+    def owns_momentum(self) -> bool:
+        return self.memory.owns_momentum
+
+    def with_momentum(self, momentum: float, nesterov: bool) -> Method:
+        if not isinstance(self.memory, MomentumCorrection):
+            return self
+        return replace(self, memory=self.memory.bound(momentum, nesterov))
+
+    def dense_companion(self, dense: Dense) -> Method:
+        if not isinstance(self.memory, MomentumCorrection) or self.memory.momentum is None:
+            return dense
+        return DenseMomentum(
+            dtype=dense.dtype,
+            momentum=self.memory.momentum,
+            nesterov=bool(self.memory.nesterov),
+        )
+
+    def _check_fit(self) -> None:
+        """Refuse a selection or wire format that the exchange cannot carry."""
+        objection = self.exchange.objection(self.selector())
+        if objection is not None:
+            raise UsageError(f"exchange is {type(self.exchange).__name__}, which {objection}")
+        masks = isinstance(self.memory, MomentumCorrection) and self.memory.masking
+        if masks and self.exchange.moves_memory:
+            raise UsageError(
+                f"masking is True, but {type(self.exchange).__name__} moves what is held back between ranks, so that "
+                "nobody knows where to mask; use tw.MomentumCorrection(masking=False)"
+            )
+        if not self.exchange.sums_on_the_way:
+            return
+        exchange = type(self.exchange).__name__
+        if not isinstance(self.wire_format().value_code, FloatCode):
+            raise UsageError(
+                f"values is {self.wire_format().values!r}; {exchange} adds values on the way, so they must be "
+                "'fp32', 'bf16' or 'fp16'"
+            )
+        if self.selector().note_words:
+            raise UsageError(
+                f"exchange is {exchange}, which carries no selection notes; {type(self.selector()).__name__} "
+                "needs an all-gather such as tw.AllGatherFast()"
+            )
+
     def compressor(self) -> Compressor:
+        self._check_fit()
         wire = self.wire_format()
         return SparseCompressor(
             self.selector(), self.memory, wire.value_code, wire.index_code, self.exchange
         )
 
     def reason_against(self, slot: Slot, dense_bits: int, world: int) -> str | None:
-        """All-gather sends (world-1) b k bytes, a ring all-reduce 2 (world-1)/world n bytes."""
+        """The exchange's own count of bits per entry against a ring all-reduce's 2 (world-1)/world n."""
+        # Before anything else, because an axis that the slot does not have must be refused at attach.
+        rows = self.selector().rows(slot, None)
         if not self.dense_fallback:
             return None
         if slot.numel < SMALL_NUMEL:
             return f"fewer than {SMALL_NUMEL} elements"
-        rows = self.selector().rows(slot, None)
         realised = rows.entries / slot.numel
-        break_even = 2 * dense_bits / (self.wire_format().bits_per_entry(rows) * world)
+        break_even = self._break_even(rows, dense_bits, world)
         if realised >= break_even:
             return (
                 f"would send {realised:.2%} of its entries, more than the {break_even:.2%} "
-                f"at which an all-gather among {world} workers stops paying"
+                f"at which {type(self.exchange).__name__} among {world} workers stops paying"
             )
         return None
+
+    def _break_even(self, rows: SlotRows, dense_bits: int, world: int) -> float:
+        """The density at which this exchange and a dense all-reduce send the same bits."""
+        wire = self.wire_format()
+        if world == 1:
+            return 2 * dense_bits / wire.bits_per_entry(rows)
+        sparse = self.exchange.entry_bits(
+            wire.value_code.bits, wire.index_code.bits(rows), world
+        )
+        return 2 * (world - 1) / world * dense_bits / sparse
 
     def describe(self, slot: Slot) -> str:
         rows = self.selector().rows(slot, None)
@@ -125,8 +235,8 @@ class SparseMethod(Method):
 class Sparsifier(SparseMethod):
     """What the published sparsifying methods share."""
 
-    density: float = 0.01
-    """Fraction of the entries kept; what is really sent is in `handle.stats()`."""
+    density: float | Schedule = 0.01
+    """Fraction of the entries kept, or a schedule of it; what is really sent is in `handle.stats()`."""
     values: str = "bf16"
     """Value code on the wire. bf16 by default: it has the range of gradients, and its rounding stays in memory."""
     indices: str = "auto"
@@ -134,8 +244,20 @@ class Sparsifier(SparseMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_density("density", self.density)
+        if not isinstance(self.density, Schedule):
+            check_density("density", self.density)
         self.wire_format()
+
+    def at(self, step: int) -> Method:
+        if not isinstance(self.density, Schedule):
+            return self
+        density = self.density.at(step)
+        return self.dense_companion(Dense()) if density >= 1.0 else replace(self, density=density)
+
+    @property
+    def kept(self) -> float:
+        """The density as a number; under a schedule the last one, which is where it ends."""
+        return self.density.final if isinstance(self.density, Schedule) else self.density
 
     def wire_format(self) -> Wire:
         return Wire(values=self.values, indices=self.indices)

@@ -14,4 +14,4 @@ class TopK(Sparsifier):
     """Traditional top-k with error feedback, per tensor."""
 
     def selector(self) -> Selector:
-        return TradTopK(self.density)
+        return TradTopK(self.kept)

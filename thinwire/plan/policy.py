@@ -151,36 +151,61 @@ class SlotPlan:
 
 
 def make_plan(
-    infos: Iterable[ParameterInfo], method: Method, policy: Sequence[Rule], world: int
+    infos: Iterable[ParameterInfo],
+    method: Method,
+    policy: Sequence[Rule],
+    world: int,
+    step: int = 0,
+    quiet: bool = False,
 ) -> dict[str, SlotPlan]:
-    """Decide for every parameter, from shapes and settings only, so that all ranks decide alike."""
+    """Decide for every parameter, from shapes, settings and the step only, so that all ranks decide alike."""
     used: set[Rule] = set()
     plan = {}
     for info in infos:
         matching = next((r for r in policy if r.matches(info)), None)
         if matching is not None:
             used.add(matching)
-        plan[info.name] = _decide(info, method, matching, world)
-    for unused in [r for r in policy if r not in used]:
+        plan[info.name] = _decide(info, method, matching, world, step)
+    _check_momentum(method, plan.values())
+    for unused in [r for r in policy if r not in used and not quiet]:
         shadowed = any(unused.matches(slot_plan.info) for slot_plan in plan.values())
         why = "an earlier rule matches first" if shadowed else "no parameter matches"
         logger.warning("%s has no effect: %s", unused, why)
     return plan
 
 
-def _decide(info: ParameterInfo, method: Method, matching: Rule | None, world: int) -> SlotPlan:
-    chosen = matching.apply(method) if matching is not None else method
+def _check_momentum(method: Method, plans: Iterable[SlotPlan]) -> None:
+    """Momentum is applied in one place: by the optimizer for all parameters, or for none."""
+    for plan in plans:
+        if plan.method.owns_momentum != method.owns_momentum:
+            lone, common = (
+                ("applies momentum itself", "leaves it to the optimizer")
+                if plan.method.owns_momentum
+                else ("applies no momentum", "has taken it over from the optimizer")
+            )
+            raise UsageError(
+                f"method is {type(plan.method).__name__} for {plan.info.name!r}, which {lone}, "
+                f"while {type(method).__name__} {common}; it must be the same for all parameters"
+            )
+
+
+def _decide(
+    info: ParameterInfo, method: Method, matching: Rule | None, world: int, step: int
+) -> SlotPlan:
+    chosen = (matching.apply(method) if matching is not None else method).at(step)
     asked = f"by {matching}" if matching is not None else "default method"
+    base = method.at(step)
     if isinstance(chosen, Dense):
-        return SlotPlan(info, chosen, asked)
+        return SlotPlan(info, base.dense_companion(chosen), asked)
+    dense = chosen.dense_companion(Dense())
     if info.numel == 0:
-        return SlotPlan(info, Dense(), "empty")
+        return SlotPlan(info, dense, "empty")
     explicit = matching is not None and matching.method is not None
     if len(info.shape) < 2 and not (explicit and info.shape):
-        return SlotPlan(info, Dense(), "fewer than two dimensions")
+        return SlotPlan(info, dense, "fewer than two dimensions")
     against = chosen.reason_against(info.slot(0), 8 * info.dtype.itemsize, world)
     if against is not None:
-        return SlotPlan(info, Dense(), against)
+        return SlotPlan(info, dense, against)
     return SlotPlan(info, chosen, asked)
 
 

@@ -37,13 +37,13 @@ def train(
 
     torch.manual_seed(training.seed)
     model = DistributedDataParallel(task.build())
-    handle = attach(model, method)
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=training.lr,
         momentum=training.momentum,
         weight_decay=training.weight_decay,
     )
+    handle = attach(model, method, optimizer=optimizer)
     parameters = sum(p.numel() for p in model.parameters())
     log.add([{"run": name, "event": "start", "steps": total_steps, "parameters": parameters}])
     recorder = StepRecorder(name, handle, log)

@@ -154,13 +154,14 @@ class RowTable:
         return slice(self.entry_starts[which], self.entry_starts[which + 1])
 
     def _tables(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Per entry: flat offset of its row, stride of its row, slot number, row length."""
+        """Per entry: flat offset of its row, stride of its row, slot number, row length, place in its slot."""
         if device not in self._device_tables:
             columns = (
                 [r.row_offsets().repeat_interleave(r.keep) for r in self.rows],
                 [torch.full((r.entries,), r.stride) for r in self.rows],
                 [torch.full((r.entries,), which) for which, r in enumerate(self.rows)],
                 [torch.full((r.entries,), r.length) for r in self.rows],
+                [torch.arange(r.entries) for r in self.rows],
             )
             self._device_tables[device] = tuple(
                 torch.cat(parts).to(device, torch.int32) for parts in columns
@@ -179,3 +180,7 @@ class RowTable:
     def row_lengths(self, device: torch.device) -> Tensor:
         """Row length of each entry: the exclusive bound of its index."""
         return self._tables(device)[3]
+
+    def entry_places(self, device: torch.device) -> Tensor:
+        """Place of each entry among those of its slot."""
+        return self._tables(device)[4]

@@ -1,0 +1,220 @@
+"""Contract 3: a non-finite gradient is seen and does not poison."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from tests.contracts.adapters import ADAPTERS, make
+from tests.contracts.cluster import Cluster, same_bits, sparse
+from tests.models import fingerprint
+from thinwire.errors import WireError
+from thinwire.kernels.inspection import inspect_pieces
+
+TWO_BUCKETS = [["head", "scalar", "linear"], ["bias", "conv"]]
+
+
+@pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("where", ["conv", "bias"])
+def test_one_bad_element_on_one_rank_costs_one_step_and_no_mass(poison, where):
+    cluster = Cluster(3, sparse("bf16"))
+    cluster.buckets = TWO_BUCKETS
+    cluster.step(cluster.random(0))
+    before = [cluster.residuals(rank) for rank in range(3)]
+    gradients = cluster.random(1)
+    gradients[1][where].view(-1)[3] = poison
+    for update in cluster.step(gradients):
+        assert update["conv"].isnan().all() and update["bias"].isnan().all()
+        assert update["linear"].isfinite().all()
+    for rank in range(3):
+        for name in ("conv", "linear", "head"):
+            finite = gradients[rank][name].nan_to_num(0.0, 0.0, 0.0)
+            assert same_bits(cluster.residuals(rank)[name], before[rank][name] + finite)
+    assert all(u.isfinite().all() for u in cluster.step(cluster.random(2))[0].values())
+
+
+def test_overflow_that_only_the_reduction_makes_costs_one_step_and_no_mass():
+    cluster = Cluster(2, sparse("fp32"))
+    gradients = cluster.random(0)
+    for rank in range(2):
+        gradients[rank]["linear"][4, 5] = 3e38
+    for update in cluster.step(gradients):
+        assert update["linear"].isnan().all()
+    for rank in range(2):
+        held = cluster.residuals(rank)
+        assert all(
+            same_bits(held[name], gradients[rank][name]) for name in ("conv", "linear", "head")
+        )
+
+
+def test_overflow_that_only_the_cast_makes_costs_one_step_and_no_mass():
+    """fp16 gradients: residual and gradient are finite, their sum does not fit the gradient's dtype."""
+    cluster = Cluster(2, sparse("fp32", density=0.02), dtype=torch.float16)
+    gradients = cluster.random(0)
+    for rank in range(2):
+        # Two entries per row compete for one place, so that one of them waits a step.
+        gradients[rank]["linear"][4, 5] = 6e4
+        gradients[rank]["linear"][4, 6] = 5e4
+    cluster.step(gradients)
+    before = cluster.residuals(0)["linear"]
+    assert before[4, 6] == 5e4 // 32 * 32
+    update = cluster.step(gradients)[1]["linear"]
+    assert update.isnan().all()
+    assert same_bits(cluster.residuals(0)["linear"], before + gradients[0]["linear"].float())
+
+
+def test_overflow_inside_memory_is_seen_and_never_stays():
+    cluster = Cluster(2, sparse("fp32"))
+    gradients = cluster.random(0)
+    gradients[0]["linear"][4, 5] = gradients[0]["linear"][4, 6] = 3e38
+    gradients[0]["linear"][4, 7] = 3.1e38
+    for _ in range(3):
+        cluster.step(gradients)
+        assert all(r.isfinite().all() for r in cluster.residuals(0).values())
+
+
+def test_overflow_inside_a_flush_is_seen_and_never_stays():
+    cluster = Cluster(2, sparse("fp32"))
+    gradients = cluster.random(0)
+    gradients[0]["linear"][4, 5] = 3e38
+    gradients[0]["linear"][4, 6] = gradients[0]["linear"][4, 7] = 2e38
+    cluster.step(gradients)
+    cluster.switch(tw.Dense())
+    assert cluster.step(gradients)[0]["linear"].isnan().all()
+    assert all(r.isfinite().all() for r in cluster.residuals(0).values())
+
+
+def test_discarded_step_returns_everything_even_after_somebody_looked():
+    cluster = Cluster(2, sparse("bf16"))
+    cluster.step(cluster.random(0))
+    for look in (False, True):
+        before = [cluster.residuals(rank) for rank in range(2)]
+        gradients = cluster.random(1)
+        cluster.step(gradients)
+        for rank in range(2):
+            if look:
+                cluster.residuals(rank)
+            cluster.pipelines[rank].settle(discard=True)
+            cluster.pipelines[rank].settle(discard=True)
+            for name in ("conv", "linear", "head"):
+                expected = before[rank][name] + gradients[rank][name]
+                assert same_bits(cluster.residuals(rank)[name], expected)
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_discarded_flush_is_repeated(look):
+    cluster = Cluster(2, sparse())
+    cluster.step(cluster.random(0))
+    held = cluster.residuals(0)["linear"]
+    cluster.switch(tw.Dense())
+    gradients = cluster.random(1)
+    cluster.step(gradients)
+    for rank in range(2):
+        if look:
+            assert not cluster.residuals(rank)["linear"].any()
+        cluster.pipelines[rank].settle(discard=True)
+    assert same_bits(cluster.residuals(0)["linear"], held + gradients[0]["linear"])
+    cluster.step(cluster.random(2))
+    assert not cluster.residuals(0)["linear"].any()
+
+
+def test_failed_exchange_returns_what_it_had_sent(monkeypatch):
+    cluster = Cluster(2, sparse())
+    gradients = cluster.random(0)
+
+    def refuse(self, payload):
+        raise WireError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("thinwire.wire.codec.Codec.decode", refuse)
+        with pytest.raises(WireError):
+            cluster.step(gradients)
+    assert same_bits(cluster.residuals(0)["linear"], gradients[0]["linear"])
+
+
+def test_growth_and_backoff_of_the_scale_leave_the_residual_in_gradient_units():
+    scale = torch.tensor(1024.0)
+    scaled = Cluster(2, sparse("bf16"), scale=lambda: scale)
+    plain = Cluster(2, sparse("bf16"))
+    for seed, factor in enumerate([1.0, 2.0, 2.0, 0.5, 0.25]):
+        scale.mul_(factor)
+        gradients = plain.random(seed)
+        expected = plain.step(gradients)
+        blown_up = [{name: g * scale for name, g in rank.items()} for rank in gradients]
+        updates = scaled.step(blown_up)
+        for name in expected[0]:
+            assert same_bits(updates[0][name] / scale, expected[0][name])
+            assert same_bits(scaled.residuals(1)[name], plain.residuals(1)[name])
+
+
+def test_a_slot_has_a_gradient_however_small_or_large():
+    tiny, huge = (torch.tensor([0.0, v], dtype=torch.float64) for v in (1e-300, 1e300))
+    flags, _ = inspect_pieces([tiny, huge, torch.zeros(3, dtype=torch.float64)])
+    assert flags.had_gradient.tolist() == [True, True, False]
+    assert not flags.non_finite
+
+
+# -- GradScaler on gloo -----------------------------------------------------------------------------------------
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+
+
+WATCHED = ("0.weight", "2.weight")
+
+
+def scaler_job(rank: int, world: int, adapter: str, overflow: str) -> tuple:
+    """Nine steps under a scaler that grows; the fifth overflows in one element of the last layer."""
+    model = two_layers()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    plain = torch.optim.SGD(model.parameters(), lr=0.05)
+    applied = []
+    plain.register_step_post_hook(lambda *_: applied.append(step))
+    module, optimizer, handle = make(
+        adapter, model, plain, sparse("bf16", density=0.1), bucket_kb=4, grad_scaler=scaler
+    )
+    generator = torch.Generator().manual_seed(rank)
+    local: dict[str, torch.Tensor] = {}
+    for name in WATCHED:
+        model.get_parameter(name).register_hook(lambda g, n=name: local.update({n: g.double()}))
+    scales, books = [], []
+    for step in range(9):
+        loss = module(torch.randn(8, 32, generator=generator)).square().mean()
+        if step == 4 and overflow == "reduction":
+            loss = loss + 3e38 / scaler.get_scale() * model[2].weight[0, 0]
+            plain.param_groups[0]["lr"] = 0.0
+        if step == 4 and overflow == "one rank" and rank == 1:
+            loss = loss + torch.inf * model[2].weight[0, 0]
+        before = {name: handle.residual(name).double() for name in WATCHED}
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scale = scaler.get_scale()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        for name in WATCHED:
+            c = before[name] + torch.where(local[name].isfinite(), local[name], 0) / scale
+            sent = model.get_parameter(name).grad.double() if step in applied else 0 * c
+            books.append((c, sent, handle.residual(name).double()))
+    handle.close()
+    return fingerprint(model), applied, scales, books
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("overflow", ["one rank", "reduction"])
+def test_grad_scaler_skips_everywhere_and_loses_nothing(pools, adapter, overflow):
+    results = pools(2).run(scaler_job, adapter, overflow)
+    assert results[0][:3] == results[1][:3]
+    _, applied, scales, _ = results[0]
+    assert applied == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert scales == [256, 256, 512, 512, 256, 256, 256, 512, 512]
+    for ours, other in zip(results[0][3], results[1][3], strict=True):
+        c = ours[0] + other[0]
+        total = 2 * ours[1] + ours[2] + other[2]
+        for every in (slice(None), slice(1, None)):
+            assert (total - c)[every].abs().sum() <= 1e-6 * c[every].abs().sum()

@@ -1,0 +1,99 @@
+"""Exchanges on a GPU: the same bits as on the CPU, no host waits, and NCCL against gloo."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.exchange.ranks import Ranks, gradients
+from thinwire.bench.exchange_cases import Worker, find_cases, make_gradient, make_group
+from thinwire.exchange.agreed import CyclicLeader
+from thinwire.exchange.drivers import run_inline
+from thinwire.exchange.dsa import SplitGather
+from thinwire.exchange.exclusive import Exclusive
+from thinwire.exchange.network import Network
+from thinwire.exchange.reused import ReusedThresholds
+from thinwire.exchange.split import SplitReduce
+from thinwire.exchange.tree import TreeMerge
+from thinwire.observe.ledger import Ledger
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+EXCHANGES = {
+    "split": SplitReduce(),
+    "full": SplitReduce(contribution="full"),
+    "exclusive": Exclusive(),
+    "leader": CyclicLeader(),
+    "dsa": SplitGather(),
+    "reused": ReusedThresholds(),
+    "tree": TreeMerge(),
+}
+SHAPES = [(64, 96), (3000,)]
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_same_bits_as_on_the_cpu(name, values):
+    cpu = Ranks(EXCHANGES[name], 3, SHAPES, 0.05, values)
+    gpu = Ranks(EXCHANGES[name], 3, SHAPES, 0.05, values, device="cuda")
+    for seed in range(3):
+        inputs = gradients("heavy tail", 3, cpu.numel, seed)
+        expected = cpu.step(inputs)
+        got = gpu.step([g.cuda() for g in inputs])
+        assert torch.equal(got.update.cpu(), expected.update)
+        for rank in range(3):
+            assert torch.equal(got.after[rank].cpu(), expected.after[rank])
+
+
+@pytest.mark.parametrize("name", ["split", "full", "exclusive", "leader"])
+def test_the_host_never_waits(name):
+    assert EXCHANGES[name].host_sync_free
+    ranks = Ranks(EXCHANGES[name], 3, SHAPES, 0.05, "bf16", device="cuda")
+    inputs = [g.cuda() for g in gradients("normal", 3, ranks.numel)]
+    had = torch.ones(3, 2, dtype=torch.bool, device="cuda")
+    for _ in range(3):
+        # A full round of parts, so that every table has been made.
+        ranks.step(inputs, had=had)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ranks.step(inputs, had=had)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def nccl_rank(rank: int, world: int, folder: str) -> None:
+    # Several ranks share the GPU when each claims a host of its own.
+    os.environ["NCCL_HOSTID"] = f"host{rank}"
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/s", rank=rank, world_size=world)
+    gloo = dist.new_group(backend="gloo")
+    assert dist.group.WORLD is not None
+    for case in find_cases("oktopk,oktopk-full,exclusive,leader,topkdsa,gtopk,topka"):
+        updates = []
+        for group, device in ((dist.group.WORLD, "cuda"), (gloo, "cpu")):
+            network = Network(group, Ledger(world))
+            numel = 1 << 16
+            worker = Worker(
+                case.make(0.01, "fp32"), make_group(numel, torch.device(device)), network.place
+            )
+            gradient = make_gradient(numel, rank, 0, torch.device("cpu")).to(device)
+            updates.append(run_inline(worker.open(gradient).program, network).update.cpu())
+        scale = updates[1].abs().max()
+        bound = 4 * world * torch.finfo(torch.float32).eps * scale
+        assert float((updates[0] - updates[1]).abs().max()) <= bound, case.name
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(240)
+def test_nccl_agrees_with_gloo_on_four_ranks():
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(nccl_rank, (4, folder), nprocs=4)

@@ -1,0 +1,161 @@
+"""`thinwire bench step`: the command line of the step benchmark."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from thinwire.bench.anchors import ANCHORS
+from thinwire.bench.models import MODELS
+from thinwire.bench.plots import draw_plots
+from thinwire.bench.rows import RowBook
+from thinwire.bench.step import TIMEOUT_S, run_cells
+from thinwire.bench.step_cell import LOCAL, StepCell, plan_grid
+from thinwire.bench.step_places import LabPlace, LocalPlace, Place, why_no_lab
+from thinwire.bench.step_report import step_table
+from thinwire.bench.step_suite import NETWORKS, find_suite, missing_methods
+from thinwire.errors import UsageError
+from thinwire.lab.mps import CONTROL
+from thinwire.validate import check_choice
+
+_Model = Annotated[
+    str | None,
+    typer.Option(help=f"One or more of {', '.join(MODELS)}, or your own as module:function."),
+]
+_Methods = Annotated[str, typer.Option(help="Names of methods and anchors, with commas.")]
+_Rates = Annotated[
+    str | None, typer.Option(help="Link rates, with commas: 10gbit,1gbit. Needs root.")
+]
+_Workers = Annotated[str, typer.Option(help="Numbers of workers, with commas.")]
+_Anchors = Annotated[
+    bool, typer.Option("--anchors/--no-anchors", help=f"Measure {', '.join(ANCHORS)} as well.")
+]
+_Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
+_Amp = Annotated[str, typer.Option(help="none, or bf16 for autocast.")]
+_Batch = Annotated[int | None, typer.Option(help="Samples per worker and step.")]
+_Length = Annotated[int | None, typer.Option(help="Tokens per sample.")]
+_Density = Annotated[float | None, typer.Option(help="Fraction kept by sparse methods.")]
+_Rank = Annotated[int | None, typer.Option(help="Rank of low-rank methods.")]
+_BucketMb = Annotated[
+    float | None, typer.Option(help="DDP's bucket size; 0 is one bucket per tensor.")
+]
+_Steps = Annotated[int, typer.Option(help="Timed steps per row.")]
+_Seconds = Annotated[
+    float, typer.Option(help="Fewer steps where they would take longer than this.")
+]
+_Timeout = Annotated[float, typer.Option(help="End a row's processes after this many seconds.")]
+_Out = Annotated[Path, typer.Option(help="Folder of rows.json, rows.csv and the plots.")]
+_Trace = Annotated[
+    Path | None, typer.Option(help="Write a Perfetto file per rank and row to this folder.")
+]
+_Suite = Annotated[str | None, typer.Option(help="Run a paper's matrix instead: acpsgd.")]
+_Retry = Annotated[bool, typer.Option("--retry-failed", help="Measure failed rows again.")]
+_Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="Draw the rows of the folder.")]
+
+
+def bench_step(
+    model: _Model = None,
+    methods: _Methods = "dense,topk,adtopk",
+    rates: _Rates = None,
+    workers: _Workers = "4",
+    anchors: _Anchors = True,
+    device: _Device = "auto",
+    amp: _Amp = "none",
+    batch: _Batch = None,
+    length: _Length = None,
+    density: _Density = None,
+    rank: _Rank = None,
+    bucket_mb: _BucketMb = None,
+    steps: _Steps = 20,
+    seconds: _Seconds = 5.0,
+    timeout: _Timeout = TIMEOUT_S,
+    out: _Out = Path("runs/bench-step"),
+    trace: _Trace = None,
+    suite: _Suite = None,
+    retry_failed: _Retry = False,
+    plots: _Plots = True,
+) -> None:
+    """Measure a training step: model x method x link rate x workers.
+
+    thinwire bench step --model bert-large --methods topk,adtopk --rates 10gbit,1gbit --workers 4
+
+    Every row is measured in fresh processes and saved at once; rows that
+    are in the folder already are skipped. With rates the workers are the
+    hosts of an emulated cluster (needs root).
+    """
+    check_choice("device", device, ("auto", "cpu", "cuda"))
+    where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    asked = split(rates)
+    if suite is not None and rates is None and why_no_lab() is None:
+        asked = list(NETWORKS)
+    place, sentence = choose_place(asked, where)
+    if sentence:
+        typer.echo(sentence, err=True)
+        asked = []
+    shared = {"device": where, "amp": amp, "steps": steps, "seconds": seconds}
+    if suite is not None:
+        cells = _plan_suite(suite, model, asked, workers, shared)
+    else:
+        cells = plan_grid(
+            models=split(model) or ["small"],
+            methods=[*(ANCHORS if anchors else ()), *split(methods)],
+            rates=asked,
+            workers=whole_numbers("workers", workers),
+            batch=batch,
+            length=length,
+            density=density,
+            rank=rank,
+            bucket_mb=bucket_mb,
+            **shared,
+        )
+    book = RowBook(out)
+    with place:
+        run_cells(cells, book, place, timeout_s=timeout, trace=trace, retry_failed=retry_failed)
+    Console().print(step_table(book.rows))
+    typer.echo(f"rows: {out / 'rows.json'}, {out / 'rows.csv'}")
+    if plots and importlib.util.find_spec("matplotlib") is not None:
+        for path in draw_plots(book.rows, out):
+            typer.echo(f"plot: {path}")
+
+
+def _plan_suite(
+    name: str,
+    model: str | None,
+    rates: list[str],
+    workers: str,
+    shared: dict[str, Any],
+) -> list[StepCell]:
+    plan = find_suite(name)
+    if missing := missing_methods():
+        typer.echo(
+            f"left out, because thinwire does not have it yet: {', '.join(missing)}", err=True
+        )
+    counts = whole_numbers("workers", workers)
+    return plan(model=model, rates=rates or [LOCAL], workers=max(counts), **shared)
+
+
+def choose_place(rates: list[str], device: str) -> tuple[Place, str]:
+    """A lab where rates are asked for and can be had; else plain processes, and why if rates were asked for."""
+    if not rates:
+        return LocalPlace(), ""
+    reason = why_no_lab()
+    if reason is not None:
+        return LocalPlace(), reason
+    return LabPlace(mps=device == "cuda" and shutil.which(CONTROL) is not None), ""
+
+
+def split(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def whole_numbers(field: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in split(text)]
+    except ValueError:
+        raise UsageError(f"{field} is {text!r}; it must be whole numbers, with commas") from None

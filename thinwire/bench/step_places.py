@@ -1,0 +1,189 @@
+"""Places a cell can run in: a lab with shaped links, or plain processes on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import torch
+
+from thinwire.bench.step_cell import ANY_RATE, StepCell, lab_rate
+from thinwire.lab import Lab, LabSpec
+from thinwire.lab.processes import stop_processes
+
+GRACE_S = 3.0
+KEPT_CHARACTERS = 4000
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How the processes of one cell ended."""
+
+    exit_code: int
+    reason: str
+    output: str
+    """The last lines of the rank that ended worst."""
+
+
+class Place(ABC):
+    """Somewhere to start a cell's processes; a context manager."""
+
+    name: str
+
+    @abstractmethod
+    def run(self, cell: StepCell, command: Sequence[str], timeout_s: float) -> Attempt:
+        """Run `command` once per worker, in fresh processes, and wait for all of them."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what the place holds."""
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class LabPlace(Place):
+    """One host per worker. The lab stays for the next cell if that wants the same one and this one went well."""
+
+    name = "lab"
+
+    def __init__(self, mps: bool = False) -> None:
+        self.mps = mps
+        self._lab: Lab | None = None
+
+    def run(self, cell: StepCell, command: Sequence[str], timeout_s: float) -> Attempt:
+        lab = self._lab_for(cell)
+        result = lab.run(command, timeout_s=timeout_s)
+        if result.exit_code != 0:
+            # Processes killed in mid-kernel can leave a shared GPU's daemon unusable; the next cell gets a new one.
+            self.close()
+        own_end = [rank for rank in result.ranks if not rank.stopped] or list(result.ranks)
+        worst = max(own_end, key=lambda rank: rank.exit_code)
+        return Attempt(result.exit_code, result.reason, worst.output[-KEPT_CHARACTERS:])
+
+    def _lab_for(self, cell: StepCell) -> Lab:
+        on_gpu = cell.device == "cuda"
+        spec = LabSpec(
+            hosts=cell.workers, rate=lab_rate(cell), share_gpu=on_gpu, mps=self.mps and on_gpu
+        )
+        if self._lab is not None and cell.rate == ANY_RATE:
+            spec = replace(spec, rate=self._lab.spec.rate)
+        if self._lab is None or self._lab.spec != spec:
+            self.close()
+            self._lab = Lab(spec)
+            self._lab.__enter__()
+        return self._lab
+
+    def close(self) -> None:
+        if self._lab is not None:
+            lab, self._lab = self._lab, None
+            lab.__exit__(None, None, None)
+
+
+class LocalPlace(Place):
+    """Plain processes that talk over the loopback."""
+
+    name = "local"
+
+    def run(self, cell: StepCell, command: Sequence[str], timeout_s: float) -> Attempt:
+        port = str(_free_port())
+        processes: list[subprocess.Popen[bytes]] = []
+        with ExitStack() as stack:
+            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(cell.workers)]
+            stack.callback(lambda: stop_processes(processes, GRACE_S))
+            for rank, file in enumerate(files):
+                process = subprocess.Popen(
+                    list(command),
+                    env=local_environment(cell, rank, port),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                processes.append(process)
+            return _wait(processes, files, timeout_s)
+
+
+def local_environment(cell: StepCell, rank: int, port: str) -> dict[str, str]:
+    """What torchrun would set, and for NCCL an identity per rank where ranks share a GPU."""
+    tuning = {
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // cell.workers)),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    placement = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(cell.workers),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(cell.workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    sharing = cell.device == "cuda" and torch.cuda.device_count() < cell.workers
+    identity = {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"} if sharing else {}
+    return {**tuning, **os.environ, **placement, **identity}
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], files: Sequence[IO[bytes]], timeout_s: float
+) -> Attempt:
+    """Wait until all have ended, one has failed, or time is up."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code:
+                return Attempt(
+                    code, f"rank {rank} ended with exit code {code}.", _tail(files[rank])
+                )
+        if all(code == 0 for code in codes):
+            return Attempt(0, "", "")
+        if time.monotonic() > deadline:
+            return Attempt(124, f"time was up after {timeout_s:g} s.", _tail(files[0]))
+        time.sleep(0.02)
+
+
+def _tail(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - KEPT_CHARACTERS))
+    return file.read().decode(errors="replace")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def why_no_lab() -> str | None:
+    """Why rates cannot be had here, in one sentence; None if a lab can be tried."""
+    if os.geteuid() != 0:
+        return (
+            "rates need root (they are links between network namespaces); measuring plain processes on this "
+            "machine instead, whose links are not shaped."
+        )
+    return None
+
+
+def trace_prefix(folder: Path, cell: StepCell) -> str:
+    """Path of a cell's trace files without the rank: short, and unlike any other cell's."""
+    parts = [cell.model.replace(":", "."), cell.method, cell.rate, f"{cell.workers}workers"]
+    parts += [f"bucket{cell.bucket_mb:g}"] if cell.bucket_mb is not None else []
+    parts += [f"density{cell.density:g}"] if cell.density is not None else []
+    parts += [f"rank{cell.rank}of"] if cell.rank is not None else []
+    return str(folder / "-".join([*parts, f"batch{cell.batch}"]))

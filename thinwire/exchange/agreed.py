@@ -1,0 +1,164 @@
+"""Exchanges that first agree on the places and then add the values there: an all-reduce without indices.
+
+Every rank contributes its whole compensated gradient at the agreed places and clears it there, so nothing has to be
+intersected, and no rank's contribution at a chosen place waits.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.exchange.base import Exchange, Offer, Outcome
+from thinwire.exchange.common import (
+    INDEX_DTYPE,
+    NO_ENTRY,
+    count_by_slot,
+    flags_request,
+    keep_alone,
+    read_flags,
+    slot_of,
+    to_wire,
+    travelling,
+    wire_dtype,
+    zero_update,
+)
+from thinwire.exchange.requests import AllGather, AllReduce, AllToAll, Broadcast, Program
+from thinwire.select.base import Picks
+
+
+class AgreedPlaces(Exchange):
+    """1. Agree on places.  2. Add everybody's values there.  3. Every rank clears what it contributed."""
+
+    sums_on_the_way = True
+
+    def run(self, offer: Offer) -> Program[Outcome]:
+        if offer.place.world == 1:
+            return keep_alone(offer)
+        places = yield from self.agree(offer)
+        outcome = yield from contribute(offer, places)
+        return outcome
+
+    @abstractmethod
+    def agree(self, offer: Offer) -> Program[Tensor]:
+        """Flat positions, the same on all ranks; NO_ENTRY in places that stay empty, otherwise each once."""
+
+    def entry_bits(self, value_bits: float, index_bits: float, world: int) -> float:
+        return (32 + 2 * value_bits) * (world - 1) / world
+
+
+@dataclass(frozen=True)
+class CyclicLeader(AgreedPlaces):
+    """CLT-k: one rank's selection counts for everybody, and the ranks take turns.
+
+    Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed Training"
+    (NeurIPS'20). k + 2k(P-1)/P words. The leader of a group is given by its slots' step count, so that it is the same
+    in every bucketing as long as the slots were always exchanged together.
+
+    1. The leader selects and broadcasts its places.
+    2. All ranks' values there are added.
+    """
+
+    def agree(self, offer: Offer) -> Program[Tensor]:
+        leader = min(offer.steps, default=0) % offer.place.world
+        table = offer.codec.table
+        device = offer.account.c.device
+        places = torch.full((table.entries,), NO_ENTRY, dtype=INDEX_DTYPE, device=device)
+        if offer.place.rank == leader:
+            picks = offer.pick()
+            positions = table.positions(picks.indices).to(INDEX_DTYPE)
+            places = torch.where(filled(picks), positions, NO_ENTRY).to(INDEX_DTYPE)
+        (agreed,) = yield (Broadcast(places, f"{offer.phase}/leader", source=leader),)
+        return agreed.long()
+
+    def entry_bits(self, value_bits: float, index_bits: float, world: int) -> float:
+        return 32 + 2 * value_bits * (world - 1) / world
+
+
+def filled(picks: Picks) -> Tensor:
+    """Which places hold a choice. One whose value is zero here counts: other ranks may have something there."""
+    return (
+        torch.ones_like(picks.values, dtype=torch.bool)
+        if picks.counts is None
+        else picks.values != 0
+    )
+
+
+def sums_by_owner(offer: Offer) -> bool:
+    """Whether values are added by owners in rank order instead of by the backend's all-reduce."""
+    return offer.deterministic or wire_dtype(offer) != torch.float32
+
+
+def contribute(offer: Offer, places: Tensor) -> Program[Outcome]:
+    """Add all ranks' values at agreed places, [m] or [world, m]: row p is then added up by rank p.
+
+    1. Write off this rank's values there, as the wire rounds them.
+    2. Sum over ranks; with a narrow wire or `deterministic` by `ordered_total`, else by one all-reduce.
+    3. Slots no rank had a gradient for get no update, and their entries return to memory.
+    """
+    account, table = offer.account, offer.codec.table
+    if places.dim() == 1 and sums_by_owner(offer):
+        places = in_shares(places, offer.place.world)
+    taken = places >= 0
+    positions = places.clamp(min=0)
+    slots = slot_of(positions, table)
+    mine = torch.where(taken, account.c[positions], 0.0)
+    wire = to_wire(mine, wire_dtype(offer))
+    sent = wire.to(account.c.dtype)
+    account.write_off(positions.view(-1), sent.view(-1))
+    flags_and_bad = flags_request(offer, ~mine.isfinite().all())
+    empty = (~taken).sum(-1) * wire.element_size()
+    if sums_by_owner(offer):
+        flags, total = yield from ordered_total(offer, wire, positions, slots, flags_and_bad, empty)
+    else:
+        phase = f"{offer.phase}/values"
+        request = AllReduce(wire.view(-1).clone(), phase, padding_bytes=empty.sum())
+        flags, summed = yield flags_and_bad, request
+        total = summed.view(wire.shape).to(account.c.dtype)
+    used_slots, non_finite = read_flags(flags)
+    used = used_slots[slots]
+    account.give_back(positions.view(-1), torch.where(used, 0.0, sent).view(-1))
+    accepted = torch.where(used & taken, total, 0.0).view(-1)
+    update = zero_update(offer).index_add_(0, positions.view(-1), accepted)
+    non_finite = non_finite | ~accepted.isfinite().all()
+    counts = count_by_slot(taken.view(-1), slots.view(-1), table)
+    return Outcome(update.mul_(1 / offer.place.world), non_finite, sent=counts)
+
+
+def in_shares(places: Tensor, world: int) -> Tensor:
+    """[m] as [world, ceil(m / world)], filled up with NO_ENTRY."""
+    missing = -places.numel() % world
+    return torch.cat([places, places.new_full((missing,), NO_ENTRY)]).view(world, -1)
+
+
+def ordered_total(
+    offer: Offer,
+    wire: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    flags_and_bad: AllReduce,
+    empty: Tensor,
+) -> Program[Sequence[Tensor]]:
+    """(flags, sum of `wire` [world, m] over ranks in rank order), with every number on the wire in `wire`'s dtype.
+
+    1. Each rank sends row p to rank p, which adds the rows it got in the memory's dtype, rank 0 first.
+    2. Rank p rounds its sums to the wire; what that loses goes to its own memory.
+    3. The sums are gathered.
+    """
+    rank, account = offer.place.rank, offer.account
+    phase = f"{offer.phase}/values"
+    exchange = AllToAll(wire, phase, padding_bytes=travelling(empty, rank))
+    flags, pieces = yield flags_and_bad, exchange
+    total = pieces[0].to(account.c.dtype)
+    for piece in pieces[1:]:
+        total = total + piece
+    rounded = to_wire(total, wire.dtype)
+    used_slots, _ = read_flags(flags)
+    lost = torch.where(used_slots[slots[rank]], total - rounded, 0.0)
+    account.give_back(positions[rank], torch.where(lost.isfinite(), lost, 0.0))
+    (gathered,) = yield (AllGather(rounded, phase, padding_bytes=empty[rank]),)
+    return flags, gathered.to(account.c.dtype)

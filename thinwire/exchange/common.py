@@ -1,0 +1,112 @@
+"""What the exchanges that add values on the way share: rounding to the wire, flags, and the case of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ExchangeError
+from thinwire.exchange.base import Offer, Outcome
+from thinwire.exchange.requests import AllReduce
+from thinwire.select.rows import RowTable
+from thinwire.wire.values import FloatCode
+
+INDEX_DTYPE = torch.int32
+NO_ENTRY = -1
+"""The index that fills places no entry took."""
+
+
+T = TypeVar("T")
+
+_made: WeakKeyDictionary[RowTable, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def remembered(table: RowTable, key: Hashable, make: Callable[[], T]) -> T:
+    """What `make` returns, made once per row table and key; gone with the table."""
+    shelf = _made.setdefault(table, {})
+    if key not in shelf:
+        shelf[key] = make()
+    return shelf[key]
+
+
+def wire_dtype(offer: Offer) -> torch.dtype:
+    code = offer.codec.values
+    if not isinstance(code, FloatCode):
+        raise ExchangeError(
+            f"values is {code.name!r}; an exchange that adds on the way takes 'fp32', 'bf16' or 'fp16'"
+        )
+    return code.dtype
+
+
+def to_wire(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the wire's dtype; values beyond its range become its largest finite number."""
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
+
+
+def typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 [rows, bytes] as [rows, numbers]."""
+    rows, width = raw.shape
+    # Flat first: a single row keeps the stride of the message it was cut from, which a typed view refuses.
+    return raw.reshape(-1).view(dtype).view(rows, width // dtype.itemsize)
+
+
+def slot_of(positions: Tensor, table: RowTable) -> Tensor:
+    """Which slot each flat position belongs to."""
+    device = positions.device
+    starts = remembered(
+        table,
+        ("starts", device),
+        lambda: torch.tensor([rows.slot.offset for rows in table.rows], device=device),
+    )
+    return torch.bucketize(positions, starts, right=True) - 1
+
+
+def count_by_slot(taken: Tensor, slots: Tensor, table: RowTable) -> Tensor:
+    """int64 [slots]: how many of the entries that are `taken` each slot has."""
+    counts = torch.zeros(len(table.rows), dtype=torch.int64, device=taken.device)
+    return counts.scatter_add_(0, slots.long(), taken.long())
+
+
+def zero_update(offer: Offer) -> Tensor:
+    c = offer.account.c
+    return torch.zeros(offer.codec.table.numel, dtype=c.dtype, device=c.device)
+
+
+def travelling(empty: Tensor, rank: int) -> Tensor:
+    """Padding per destination [world] as the `padding_bytes` of an all-to-all, whose own row stays at home."""
+    world = empty.numel()
+    return (empty.sum() - empty[rank]) * (world / max(1, world - 1))
+
+
+def flags_request(offer: Offer, bad: Tensor) -> AllReduce:
+    """Which slots had a gradient on some rank, and whether anything was not finite anywhere."""
+    words = torch.cat([offer.flags.had_gradient, (offer.flags.non_finite | bad)[None]])
+    words = words.to(torch.int32)
+    return AllReduce(words, f"{offer.phase}/flags", words.nbytes)
+
+
+def read_flags(reply: Tensor) -> tuple[Tensor, Tensor]:
+    """(used slots, non-finite) out of the summed flags."""
+    return reply[:-1] > 0, reply[-1] > 0
+
+
+def keep_alone(offer: Offer) -> Outcome:
+    """One rank: nothing travels, but selection, rounding and memory run as they would among many."""
+    table = offer.codec.table
+    picks = offer.pick()
+    positions = table.positions(picks.indices)
+    sent = to_wire(picks.values, wire_dtype(offer)).to(offer.account.c.dtype)
+    bad = ~picks.values.isfinite().all()
+    offer.account.write_off(positions, sent)
+    slots = table.entry_slots(positions.device).long()
+    used = offer.flags.had_gradient[slots]
+    offer.account.give_back(positions, torch.where(used, 0.0, sent))
+    accepted = torch.where(used, sent, 0.0)
+    update = zero_update(offer).index_add_(0, positions, accepted)
+    counts = count_by_slot(sent != 0, slots, table)
+    return Outcome(update, offer.flags.non_finite | bad, sent=counts)

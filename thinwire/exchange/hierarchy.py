@@ -1,0 +1,274 @@
+"""Hierarchical: dense inside a host, sparse between hosts.
+
+1. Inside the host every local rank receives its shard of everybody's compensated gradient and adds it up.
+2. Local rank l of every host runs the outer exchange with its peers, on the shard.
+3. Inside the host the shards of the update are gathered.
+
+A slot is cut by whole rows wherever its selection has rows, so a shard of a parameter selects as the parameter would, and
+a shard depends on the slot alone, never on the bucket. What the outer exchange does not send is held by the shard's
+rank; the other ranks of the host hold nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import UsageError
+from thinwire.exchange.base import Exchange, ExchangeSession, Offer, Outcome
+from thinwire.exchange.common import remembered
+from thinwire.exchange.exclusive import share
+from thinwire.exchange.network import Network
+from thinwire.exchange.requests import (
+    BETWEEN,
+    INSIDE,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Place,
+    Program,
+    Request,
+)
+from thinwire.exchange.split import SplitReduce
+from thinwire.layout import Shard, Slot
+from thinwire.memory.account import Account
+from thinwire.select.base import Picks
+from thinwire.select.rows import RowTable, SlotRows
+from thinwire.validate import check_instance, check_positive_int
+from thinwire.wire.codec import Codec, Flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hierarchical(Exchange):
+    """Any exchange between hosts, around it a dense reduce-scatter and an all-gather inside each host.
+
+    Ranks of a host must be neighbours: host = rank // per_host, as torchrun numbers them.
+    """
+
+    outer: Exchange = field(default_factory=SplitReduce)
+    per_host: int | None = None
+    """Ranks per host; None takes LOCAL_WORLD_SIZE, which torchrun sets."""
+
+    sums_on_the_way = True
+    moves_memory = True
+
+    def __post_init__(self) -> None:
+        check_instance("outer", self.outer, Exchange, "an exchange such as tw.SplitReduce()")
+        if self.per_host is None:
+            if "LOCAL_WORLD_SIZE" not in os.environ:
+                raise UsageError(
+                    "per_host is None and LOCAL_WORLD_SIZE is not set; it must be the number of ranks on each host"
+                )
+            object.__setattr__(self, "per_host", int(os.environ["LOCAL_WORLD_SIZE"]))
+        check_positive_int("per_host", self.per_host)
+
+    @classmethod
+    def from_mesh(cls, mesh: Any, outer: Exchange | None = None) -> Hierarchical:
+        """From a two-dimensional DeviceMesh [hosts, ranks of a host]."""
+        if mesh.ndim != 2:
+            raise UsageError(f"mesh has {mesh.ndim} dimensions; it must have two, hosts and ranks")
+        return cls(outer=outer or SplitReduce(), per_host=mesh.size(1))
+
+    @property
+    def host_sync_free(self) -> bool:  # type: ignore[override]
+        return self.outer.host_sync_free
+
+    @property
+    def local(self) -> int:
+        assert self.per_host is not None
+        return self.per_host
+
+    def session(self) -> ExchangeSession:
+        return HierarchicalSession(self)
+
+    def run(self, offer: Offer) -> Program[Outcome]:
+        outcome = yield from self.session().run(offer)
+        return outcome
+
+    def entry_bits(self, value_bits: float, index_bits: float, world: int) -> float:
+        """Between hosts only: the links inside are taken to be fast."""
+        hosts = max(2, world // self.local)
+        return self.outer.entry_bits(value_bits, index_bits, hosts) / self.local
+
+
+def join_hosts(network: Network, exchanges: Iterable[Exchange]) -> None:
+    """Make the groups that the exchanges of a plan need; every rank calls it with the same plan."""
+    sizes = {e.local for e in exchanges if isinstance(e, Hierarchical)}
+    if len(sizes) > 1:
+        raise UsageError(f"per_host is {sorted(sizes)} in one plan; it must be the same everywhere")
+    for per_host in sizes:
+        network.add_hosts(per_host)
+
+
+class HierarchicalSession(ExchangeSession):
+    def __init__(self, setting: Hierarchical) -> None:
+        super().__init__(setting)
+        self.setting = setting
+        self.outer = setting.outer.session()
+
+    def state_dict(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        return self.outer.state_dict(names)
+
+    def load_state_dict(self, state: Mapping[str, dict[str, Any]]) -> None:
+        self.outer.load_state_dict(state)
+
+    def run(self, offer: Offer) -> Program[Outcome]:
+        local, world = self.setting.local, offer.place.world
+        if world % local:
+            raise UsageError(f"per_host is {local}; it must divide the number of ranks, {world}")
+        table, account = offer.codec.table, offer.account
+        device = account.c.device
+        shards = remembered(table, ("shards", local, device), lambda: Shards(table, local, device))
+        mine = offer.place.rank % local
+        summed, flags = yield from self._gather_shard(offer, shards, mine)
+        codec = remembered(
+            table,
+            ("codec", local, mine, offer.codec.values, offer.codec.indices),
+            lambda: Codec(shards.tables[mine], offer.codec.values, offer.codec.indices),
+        )
+        place = Place(offer.place.rank // local, world // local)
+        inner = _offer_of_shard(offer, Account(summed), codec, flags, place)
+        outcome: Outcome = yield from between(self.outer.run(inner))
+        account.give_back(shards.positions[mine], summed)
+        update, bad = yield from _gather_update(offer, shards, outcome)
+        sent = outcome.sent
+        if sent is None and outcome.header is not None:
+            sent = outcome.header.counts[place.rank]
+        return Outcome(update.mul_(1 / local), bad, sent=sent)
+
+    def _gather_shard(
+        self, offer: Offer, shards: Shards, mine: int
+    ) -> Program[tuple[Tensor, Flags]]:
+        """(the host's sum of this rank's shard, the host's flags). Everything leaves this rank's account."""
+        c = offer.account.c
+        pieces = torch.stack([shards.take(c, rank) for rank in range(len(shards.positions))])
+        everything = torch.cat(shards.positions)
+        offer.account.write_off(everything, c[everything])
+        words = torch.cat([offer.flags.had_gradient, offer.flags.non_finite[None]]).to(torch.int32)
+        flags, arrived = yield (
+            AllReduce(words, f"{offer.phase}/inside/flags", words.nbytes, scope=INSIDE),
+            AllToAll(pieces, f"{offer.phase}/inside/shards", scope=INSIDE),
+        )
+        total = arrived[0].clone()
+        for piece in arrived[1:]:
+            total += piece
+        summed = total[: shards.tables[mine].numel]
+        return summed, Flags(non_finite=flags[-1] > 0, had_gradient=flags[:-1] > 0)
+
+
+def _offer_of_shard(
+    offer: Offer, account: Account, codec: Codec, flags: Flags, place: Place
+) -> Offer:
+    """The outer exchange's view: the shard is its whole gradient."""
+    assert offer.pick_rows is not None
+    select = offer.pick_rows
+
+    def pick() -> Picks:
+        return select(codec.table, range(len(codec.table.rows)), account.c)
+
+    def pick_rows(table: RowTable, members: Sequence[int], c: Tensor | None = None) -> Picks:
+        return select(table, members, account.c if c is None else c)
+
+    return replace(
+        offer,
+        account=account,
+        pick=pick,
+        codec=codec,
+        flags=flags,
+        place=place,
+        pick_rows=pick_rows,
+    )
+
+
+def between(program: Program[Any]) -> Program[Any]:
+    """The same program, asked of the ranks that hold the same shard on the other hosts."""
+    try:
+        batch = next(program)
+        while True:
+            batch = program.send((yield tuple(_rescoped(request) for request in batch)))
+    except StopIteration as finished:
+        return finished.value
+
+
+def _rescoped(request: Request) -> Request:
+    return replace(request, scope=BETWEEN)
+
+
+def _gather_update(
+    offer: Offer, shards: Shards, outcome: Outcome
+) -> Program[tuple[Tensor, Tensor]]:
+    """(the whole update, whether any shard was bad)."""
+    update = outcome.update
+    message = update.new_zeros(shards.longest + 1)
+    message[: update.numel()] = update
+    message[-1] = outcome.non_finite.to(update.dtype)
+    padding = (shards.longest - update.numel()) * update.element_size()
+    request = AllGather(
+        message, f"{offer.phase}/inside/update", update.element_size(), padding, INSIDE
+    )
+    (gathered,) = yield (request,)
+    whole = torch.zeros_like(offer.account.c)
+    for positions, piece in zip(shards.positions, gathered, strict=True):
+        whole[positions] = piece[: positions.numel()]
+    return whole, (gathered[:, -1] > 0).any()
+
+
+class Shards:
+    """The cut of a row table over the ranks of a host, and each shard's own table, laid out row by row."""
+
+    def __init__(self, table: RowTable, local: int, device: torch.device) -> None:
+        self.positions: list[Tensor] = []
+        self.tables: list[RowTable] = []
+        for rank in range(local):
+            rows: list[SlotRows] = []
+            positions: list[Tensor] = []
+            offset = 0
+            for whole in table.rows:
+                part = shard_rows(whole, rank, local)
+                rows.append(_packed(whole, part, offset))
+                positions.append(_positions(part))
+                offset += part.count * part.length
+            self.tables.append(RowTable(rows, offset))
+            self.positions.append(torch.cat(positions).to(device))
+        self.longest = max(shard.numel for shard in self.tables)
+
+    def take(self, flat: Tensor, rank: int) -> Tensor:
+        """A shard's elements, filled up to the longest shard."""
+        out = flat.new_zeros(self.longest)
+        positions = self.positions[rank]
+        out[: positions.numel()] = flat[positions]
+        return out
+
+
+def shard_rows(rows: SlotRows, part: int, local: int) -> SlotRows:
+    """Whole rows where there are enough; otherwise a piece in memory order with its share of the entries."""
+    if rows.sizes and rows.sizes[0] >= local:
+        start, stop = share(rows.sizes[0], part, local)
+        slot = rows.slot.at(rows.slot.offset + start * rows.strides[0])
+        return replace(rows, slot=slot, sizes=(stop - start, *rows.sizes[1:]))
+    start, stop = share(rows.slot.numel, part, local)
+    first, last = share(rows.entries, part, local)
+    # At least one entry wherever there is an element: a shard without any would hold its part back for ever.
+    keep = min(max(1, last - first), stop - start)
+    slot = rows.slot.at(rows.slot.offset + start)
+    return replace(rows, slot=slot, sizes=(), strides=(), length=stop - start, stride=1, keep=keep)
+
+
+def _packed(whole: SlotRows, part: SlotRows, offset: int) -> SlotRows:
+    """A shard's rows one after another in a buffer of their own."""
+    shard = Shard(whole.slot.shape, 0, part.slot.offset - whole.slot.offset)
+    shape, strides = (part.count, part.length), (part.length, 1)
+    slot = Slot(whole.slot.name, shape, strides, offset, whole.slot.kind, shard)
+    sizes, row_strides = ((part.count,), (part.length,)) if part.sizes else ((), ())
+    return replace(part, slot=slot, sizes=sizes, strides=row_strides, stride=1)
+
+
+def _positions(part: SlotRows) -> Tensor:
+    """Flat positions of a part's elements, row by row."""
+    inside = torch.arange(part.length) * part.stride
+    return (part.row_offsets()[:, None] + inside).reshape(-1)

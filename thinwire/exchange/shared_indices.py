@@ -1,0 +1,131 @@
+"""Values-only exchange: every rank has chosen the same places, so no index has to travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.exchange.base import Exchange, Offer, Outcome
+from thinwire.exchange.common import remembered, to_wire
+from thinwire.exchange.dense import ordered_sum
+from thinwire.exchange.requests import AllGather, AllReduce, AllToAll, Place, Program
+from thinwire.select.base import Picks, Selector
+from thinwire.select.rows import RowTable
+from thinwire.wire.codec import Flags
+from thinwire.wire.values import FloatCode
+
+
+@dataclass(frozen=True)
+class SharedIndices(Exchange):
+    """All-reduce of the values at places that all ranks chose alike.
+
+    1. Write this rank's values off as the value code writes them.
+    2. Sum them over ranks (`sum_values`), and beside them the flags.
+    3. Give back what the owner of a piece lost in rounding its sum, and all values of slots that no rank used.
+    """
+
+    sums_on_the_way = True
+
+    def run(self, offer: Offer) -> Program[Outcome]:
+        flags = yield from sum_flags(offer.flags, offer.place, offer.phase)
+        return (yield from self.exchange_picks(offer, offer.pick(), *flags))
+
+    def exchange_picks(
+        self, offer: Offer, picks: Picks, had_gradient: Tensor, non_finite: Tensor
+    ) -> Program[Outcome]:
+        codec = offer.codec
+        assert isinstance(codec.values, FloatCode)
+        raw = codec.values.encode(picks.values, codec.table)
+        sent = codec.values.decode(raw, codec.table)
+        positions = codec.table.positions(picks.indices)
+        offer.account.write_off(positions, sent)
+        total, lost = yield from sum_values(
+            sent, codec.table, offer.place, codec.values.dtype, offer.deterministic, offer.phase
+        )
+        used = had_gradient[codec.table.entry_slots(total.device).long()]
+        offer.account.give_back(positions, torch.where(used, lost, sent))
+        update = torch.zeros_like(offer.account.c)
+        mean = torch.where(used, total, 0.0) * (1 / offer.place.world)
+        # Added, not written: the unused places of a slot all point at its first element and hold 0.
+        update.index_add_(0, positions, mean.to(update.dtype))
+        bad = non_finite | ~picks.values.isfinite().all()
+        return Outcome(update, bad, sent=picks.counts if picks.counts is not None else _all(offer))
+
+    def objection(self, selector: Selector) -> str | None:
+        if selector.same_on_all_ranks:
+            return None
+        return "sends no indices, so all ranks must choose the same places, as tw.RandomK does"
+
+    def entry_bits(self, value_bits: float, index_bits: float, world: int) -> float:
+        return 2 * (world - 1) / world * value_bits
+
+
+def _all(offer: Offer) -> Tensor:
+    return torch.tensor([rows.entries for rows in offer.codec.table.rows])
+
+
+def sum_flags(flags: Flags, place: Place, phase: str) -> Program[tuple[Tensor, Tensor]]:
+    """(per slot: did any rank have a gradient, did any rank have a non-finite one)."""
+    words = torch.cat([flags.had_gradient.float(), flags.non_finite.float()[None]])
+    if place.world > 1:
+        (words,) = yield (AllReduce(words, f"{phase}/flags", words.nbytes),)
+    return words[:-1] > 0, words[-1] > 0
+
+
+def sum_values(
+    values: Tensor,
+    table: RowTable,
+    place: Place,
+    dtype: torch.dtype,
+    deterministic: bool,
+    phase: str,
+) -> Program[tuple[Tensor, Tensor]]:
+    """(sum over ranks, what this rank has to keep of it) of float32 values that are exact in `dtype`.
+
+    float32 is all-reduced. A narrower dtype would round every partial sum on the way and lose it, so there
+
+    1. each rank sends piece p of every slot to rank p, its owner (of slots, so that another bucketing leaves the same
+       remainders with the same ranks);
+    2. the owner adds in float32, rank 0 first, rounds the sum once and keeps the error;
+    3. the rounded sums are gathered.
+    """
+    nothing = torch.zeros_like(values)
+    if place.world == 1 or not values.numel():
+        return values, nothing
+    if dtype == torch.float32:
+        if deterministic:
+            total = yield from ordered_sum(values, place, phase=phase)
+        else:
+            (total,) = yield (AllReduce(values.clone(), phase),)
+        return total, nothing
+    shares = [-(-rows.entries // place.world) for rows in table.rows]
+    at = remembered(
+        table,
+        ("owned", place.world, values.device),
+        lambda: owned_places(table, shares).to(values.device),
+    )
+    padded = torch.zeros(place.world * sum(shares), dtype=dtype, device=values.device)
+    padded[at] = values.to(dtype)
+    padding = (padded.numel() - values.numel()) * padded.element_size()
+    (pieces,) = yield (AllToAll(padded.view(place.world, -1), phase, padding),)
+    owned = pieces[0].float()
+    for piece in pieces[1:]:
+        owned += piece.float()
+    rounded = to_wire(owned, dtype)
+    (gathered,) = yield (AllGather(rounded, phase, padding // place.world),)
+    error = torch.zeros(place.world, sum(shares), device=values.device)
+    error[place.rank] = owned - rounded.float()
+    return gathered.reshape(-1)[at].float(), error.view(-1)[at]
+
+
+def owned_places(table: RowTable, shares: Sequence[int]) -> Tensor:
+    """Where each entry goes in [world, sum of shares]: row = owner, columns slot by slot."""
+    width, column, places = sum(shares), 0, []
+    for rows, share in zip(table.rows, shares, strict=True):
+        local = torch.arange(rows.entries)
+        places.append((local // max(1, share)) * width + column + local % max(1, share))
+        column += share
+    return torch.cat(places)

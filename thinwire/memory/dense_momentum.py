@@ -1,0 +1,91 @@
+"""Momentum of dense slots where a memory owns momentum: applied after averaging, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.compressor import Compressor, GroupStep, Opened
+from thinwire.exchange.base import Outcome
+from thinwire.exchange.dense import dense_mean
+from thinwire.exchange.requests import Program
+from thinwire.memory.account import Account
+from thinwire.memory.base import MemoryState
+from thinwire.memory.clip import Clip
+from thinwire.memory.store import FlatStore
+from thinwire.plan.groups import Group
+
+
+class DenseMomentumState(MemoryState):
+    """Only u; nothing is held back."""
+
+    def __init__(self) -> None:
+        self.stores = {"momentum": FlatStore()}
+
+    def compensate(
+        self, group: Group, gradients: Sequence[Tensor], scale: Tensor | None
+    ) -> Account:
+        return DenseMomentumAccount(self.stores["momentum"].bind(group).open(scale))
+
+
+class DenseMomentumAccount(Account):
+    """u changes only when the verdict is good."""
+
+    def __init__(self, u: Tensor) -> None:
+        super().__init__(u)
+        self._before = u.clone()
+        self.after = u
+
+    def bank(self, rounding: Tensor) -> None:
+        """The rounding of a dense update is not kept, as in every dense step."""
+
+    def settle(self, bad: Tensor) -> None:
+        self.c.copy_(torch.where(bad, self._before, self.after))
+
+
+class DenseMomentumCompressor(Compressor):
+    """u = m u + mean gradient; the update is u (Nesterov: mean gradient + m u)."""
+
+    def __init__(
+        self, momentum: float, nesterov: bool, wire_dtype: torch.dtype | None, clip: Clip | None
+    ) -> None:
+        self.memory: MemoryState = DenseMomentumState()
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.wire_dtype = wire_dtype
+        self.clip = clip
+
+    def open(self, step: GroupStep) -> Opened:
+        if self.clip is not None:
+            step = self.clip.apply(step)
+        account = self.memory.compensate(step.group, step.gradients, step.scale)
+        assert isinstance(account, DenseMomentumAccount)
+        dtype = self.wire_dtype or step.gradients[0].dtype
+        world = step.place.world
+        slot_bytes = [
+            2 * (world - 1) / world * slot.numel * dtype.itemsize for slot in step.group.slots
+        ]
+        entries = [slot.numel for slot in step.group.slots]
+        program = self._run(step, account, dtype)
+        return Opened(program, account, slot_bytes, entries, compressed=False)
+
+    def _run(
+        self, step: GroupStep, account: DenseMomentumAccount, dtype: torch.dtype
+    ) -> Program[Outcome]:
+        buffer = torch.zeros(step.group.numel, dtype=dtype, device=step.group.device)
+        torch._foreach_copy_([slot.span(buffer) for slot in step.group.slots], list(step.gradients))
+        # The pipeline zeroed what was not finite; a NaN in its place travels by the sum.
+        buffer[:1] += torch.where(step.flags.non_finite, torch.nan, 0.0)
+        mean = yield from dense_mean(
+            buffer, step.place, deterministic=step.deterministic, phase="dense"
+        )
+        gradient = mean.to(account.c.dtype)
+        account.after = account.c * self.momentum + gradient
+        update = (
+            gradient.add(account.after, alpha=self.momentum)
+            if self.nesterov
+            else account.after.clone()
+        )
+        return Outcome(update, ~mean[0].isfinite())
