@@ -94,11 +94,16 @@ class Handle:
     def world(self) -> int:
         return self.pipeline.driver.place.world
 
-    def stats(self) -> Stats:
-        """What was sent so far on this rank."""
+    def stats(self, *, dimensions: bool = False) -> Stats:
+        """What was sent so far on this rank.
+
+        `dimensions` adds which rows of each layer the last step left out (`Stats.dimensions`); that costs a selection or
+        two, so ask for it when you want to see it.
+        """
+        left_out = self.pipeline.dimensions() if dimensions else None
         self.pipeline.settle()
         memory_bytes = sum(m.nbytes() for m in self.pipeline.memories())
-        return self.pipeline.tally.stats(self.pipeline.step, memory_bytes)
+        return self.pipeline.tally.stats(self.pipeline.step, memory_bytes, left_out)
 
     def plan(self) -> PlanReport:
         """What happens to every parameter and why; print it."""

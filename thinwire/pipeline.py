@@ -38,7 +38,8 @@ from thinwire.layout import Bucket, BucketLayout
 from thinwire.memory.account import Account
 from thinwire.memory.base import MemoryState
 from thinwire.memory.residual import Residual, ResidualState
-from thinwire.methods.base import Method
+from thinwire.methods.base import Method, SparseMethod
+from thinwire.observe.dimensions import DimensionStats, dimension_stats
 from thinwire.observe.stations import ENCODE, station
 from thinwire.observe.stats import Tally
 from thinwire.plan.groups import Group
@@ -64,6 +65,8 @@ class StepBook:
 
     seen: set[str] = field(default_factory=set)
     accounts: list[Account] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    """The group of each account."""
     buckets: int = 0
     bad: list[Tensor] = field(default_factory=list)
     """One verdict per bucket that came to its end."""
@@ -137,7 +140,10 @@ class Pipeline:
         opened = [self._open_group(compressor, group, bucket) for compressor, group in groups]
         for assignment in (self.assignments[name] for name in names):
             assignment.steps += 1
-        self._book.accounts += [o.account for o in opened if o.account is not None]
+        for (_, group), one in zip(groups, opened, strict=True):
+            if one.account is not None:
+                self._book.accounts.append(one.account)
+                self._book.groups.append(group)
         self.tally.add_bucket(bucket.layout, [g for _, g in groups], opened, self.driver.place)
         return self._finish(bucket, [group for _, group in groups], opened, self._book)
 
@@ -193,6 +199,17 @@ class Pipeline:
             bad = bad | bucket_bad
         for account in book.accounts:
             account.settle(bad)
+
+    def dimensions(self) -> dict[str, DimensionStats]:
+        """Which rows the last step left out, for the parameters a sparse method has."""
+        found: dict[str, DimensionStats] = {}
+        for group, account in zip(self._book.groups, self._book.accounts, strict=True):
+            methods = {slot.name: self.assignments[slot.name].plan.method for slot in group.slots}
+            if type(account) is Account and all(
+                isinstance(m, SparseMethod) for m in methods.values()
+            ):
+                found |= dimension_stats(self.step, group, account, methods)
+        return found
 
     def end_step(self) -> None:
         """Settle and close the step: nothing of it can be taken back any more."""

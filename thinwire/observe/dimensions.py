@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,19 +35,20 @@ class DimensionStats:
 
 
 def dimension_stats(
-    step: int,
-    group: Group,
-    account: Account,
-    density: Mapping[str, float],
-    axis: Mapping[str, Axis],
+    step: int, group: Group, account: Account, methods: Mapping[str, Any]
 ) -> dict[str, DimensionStats]:
     """Count for every slot of a group, before its account is settled."""
     sent = account.accepted()
     compensated = account.c + sent
-    return {
-        slot.name: _count(step, slot, compensated, sent, density[slot.name], axis[slot.name])
-        for slot in group.slots
-    }
+    found = {}
+    for slot in group.slots:
+        method = methods[slot.name]
+        # What was asked for as a share of the tensor; a method without a density sends what its rows say.
+        rows = method.selector().rows(slot, None)
+        density = getattr(method, "density", rows.entries / slot.numel)
+        axis: Axis = getattr(method, "axis", "auto")
+        found[slot.name] = _count(step, slot, compensated, sent, density, axis)
+    return found
 
 
 def _count(

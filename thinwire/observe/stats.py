@@ -10,6 +10,7 @@ from torch import Tensor
 from thinwire.compressor import Opened
 from thinwire.exchange.requests import Place
 from thinwire.layout import BucketLayout
+from thinwire.observe.dimensions import DimensionStats
 from thinwire.observe.ledger import Ledger
 from thinwire.plan.groups import Group
 
@@ -48,6 +49,8 @@ class Stats:
     """What the memories hold on this rank."""
     parameters: dict[str, ParameterStats] = field(repr=False)
     """The same per parameter."""
+    dimensions: dict[str, DimensionStats] | None = field(default=None, repr=False)
+    """Rows left out by the last step, per parameter, if asked for."""
 
     @property
     def ratio(self) -> float:
@@ -95,7 +98,12 @@ class Tally:
         so_far = self._uncounted.get(group)
         self._uncounted[group] = counts.long() if so_far is None else so_far + counts
 
-    def stats(self, steps: int, memory_bytes: int) -> Stats:
+    def stats(
+        self,
+        steps: int,
+        memory_bytes: int,
+        dimensions: dict[str, DimensionStats] | None = None,
+    ) -> Stats:
         self._read_counts()
         rows = self.parameters.values()
         compressed = sum(row.compressed_elements for row in rows)
@@ -107,6 +115,7 @@ class Tally:
             density=sent / compressed if compressed else 1.0,
             memory_bytes=memory_bytes,
             parameters={name: ParameterStats(**vars(row)) for name, row in self.parameters.items()},
+            dimensions=dimensions,
         )
 
     def _read_counts(self) -> None:
