@@ -27,9 +27,10 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Command:
-    """A function of the same name in `module`; a CONTEXT_SETTINGS there is passed on to the parser."""
+    """`function` in `module`; a CONTEXT_SETTINGS there is passed on to the parser."""
 
     name: str
+    """As it is typed; two words for a command of a group."""
     module: str
     summary: str
     extra: str
@@ -37,6 +38,13 @@ class Command:
     needs: tuple[str, ...]
     """What it imports of that extra."""
 
+    @property
+    def function(self) -> str:
+        return self.name.replace(" ", "_")
+
+
+GROUPS = {"bench": "Measure: a training step, an exchange, selections, wire formats."}
+"""First words that several commands share."""
 
 COMMANDS = (
     Command(
@@ -60,6 +68,34 @@ COMMANDS = (
         extra="lab",
         needs=("pyroute2",),
     ),
+    Command(
+        "bench step",
+        "thinwire.bench.step_command",
+        "Time a training step under each method, next to torch's own hooks.",
+        extra="train",
+        needs=("numpy",),
+    ),
+    Command(
+        "bench exchange",
+        "thinwire.bench.exchange",
+        "Time and count what the exchanges send, for real or on virtual ranks.",
+        extra="train",
+        needs=("numpy",),
+    ),
+    Command(
+        "bench select",
+        "thinwire.bench.select",
+        "What the selections keep, how exactly, and how fast.",
+        extra="train",
+        needs=("numpy",),
+    ),
+    Command(
+        "bench wire",
+        "thinwire.bench.wire",
+        "Bits per entry of every wire format, against the entropy.",
+        extra="train",
+        needs=("numpy",),
+    ),
 )
 """A new command adds its entry here."""
 
@@ -67,7 +103,7 @@ COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    name = given[0] if given and not given[0].startswith("-") else None
+    name = typed_command(given)
     try:
         code = run(given, name)
     except UsageError as error:
@@ -81,6 +117,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == EXIT_INTERRUPTED:
         complain(name, "interrupted")
     return code
+
+
+def typed_command(arguments: Sequence[str]) -> str | None:
+    """The command's name: the first word, or the first two where the first is a group."""
+    words = [word for word in arguments[:2] if not word.startswith("-")]
+    if not words or arguments[0] != words[0]:
+        return None
+    return " ".join(words) if words[0] in GROUPS else words[0]
 
 
 def run(arguments: list[str], name: str | None) -> int:
@@ -127,14 +171,19 @@ def build_app(name: str | None) -> typer.Typer:
     def thinwire(version: bool = version_flag) -> None:
         pass
 
+    groups = {word: typer.Typer(help=summary) for word, summary in GROUPS.items()}
+    for word, group in groups.items():
+        app.add_typer(group, name=word, no_args_is_help=True)
     for entry in COMMANDS:
+        first, _, second = entry.name.partition(" ")
+        parser, word = (groups[first], second) if second else (app, first)
         if entry.name == name:
             check_extra(entry.extra, entry.needs)
             module = importlib.import_module(entry.module)
             settings = getattr(module, "CONTEXT_SETTINGS", None)
-            app.command(entry.name, context_settings=settings)(getattr(module, entry.name))
+            parser.command(word, context_settings=settings)(getattr(module, entry.function))
         else:
-            app.command(entry.name, help=entry.summary)(lambda: None)
+            parser.command(word, help=entry.summary)(lambda: None)
     return app
 
 
@@ -157,8 +206,9 @@ def explain(complaint: Any, arguments: Sequence[str]) -> str:
         return f"there is no option {wrong}; {suggest(wrong, known, context.command_path)}"
     if text.startswith("No such command"):
         wrong = text.split("'")[1]
-        known = [entry.name for entry in COMMANDS]
-        return f"there is no command {wrong}; {suggest(wrong, known, 'thinwire')}"
+        path = context.command_path if context else "thinwire"
+        known = list(context.command.commands) if context else [c.name for c in COMMANDS]
+        return f"there is no command {wrong}; {suggest(wrong, known, path)}"
     given = find_value(getattr(complaint, "param", None), arguments)
     if given is not None:
         option, value = given

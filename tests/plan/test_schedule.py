@@ -194,3 +194,23 @@ def schedule_job(rank, world):
 def test_schedule_on_real_ranks(pools):
     prints = pools(3).run(schedule_job)
     assert len(set(prints)) == 1
+
+
+def test_decay_goes_down_once_per_epoch_and_stops_at_the_floor():
+    schedule = tw.decay(0.02, factor=0.5, floor=0.004, every=10)
+    assert [schedule.at(step) for step in (0, 9, 10, 25, 30, 10_000)] == [
+        0.02,
+        0.02,
+        0.01,
+        0.005,
+        0.004,
+        0.004,
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"factor": 1.0}, {"factor": 0}, {"floor": 0.5}, {"every": 0}, {"floor": 0}]
+)
+def test_a_decay_that_cannot_be_is_refused(bad):
+    with pytest.raises(tw.UsageError):
+        tw.decay(**{"start": 0.02, "factor": 0.9, "floor": 0.001, "every": 10, **bad})

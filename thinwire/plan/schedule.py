@@ -84,6 +84,23 @@ def exponential_warmup(
     return Schedule(tuple(starts), tuple(densities))
 
 
+def decay(start: float, *, factor: float = 0.9, floor: float, every: int) -> Schedule:
+    """`start`, times `factor` every `every` steps (an epoch, say), down to `floor`: late gradients need fewer entries.
+
+    >>> tw.ADTopK(density=tw.decay(0.02, factor=0.9, floor=0.005, every=steps_per_epoch))
+    """
+    check_positive_int("every", every)
+    start, floor = _density(start), _density(floor)
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0.0 < factor < 1.0:
+        raise UsageError(f"factor is {factor!r}; it must be a number between 0 and 1")
+    if floor > start:
+        raise UsageError(f"floor is {floor!r}; it must not be above start, which is {start!r}")
+    densities = [start]
+    while densities[-1] > floor:
+        densities.append(max(floor, densities[-1] * factor))
+    return Schedule(tuple(every * i for i in range(len(densities))), tuple(densities))
+
+
 def _density(value: Any) -> float:
     check_density("density", value)
     return float(value)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from thinwire.errors import JobError, UsageError
-from thinwire.methods.registry import METHODS, MethodOptions, build_methods
+from thinwire.methods.registry import METHODS, MethodOptions, build_methods, parse_names
 from thinwire.observe.progress import make_progress
 from thinwire.recipes.config import Job
 from thinwire.recipes.launch import is_worker_already, launch
@@ -51,6 +51,7 @@ AxisName = Annotated[
     str | None,
     typer.Option("--axis", help="Of adtopk: auto, published or a number.", metavar="AXIS"),
 ]
+Rank = Annotated[int | None, typer.Option(help="Rank of powersgd and acpsgd.", metavar="N")]
 Out = Annotated[
     Path | None, typer.Option(help="Run folder; runs/... unless given.", metavar="FOLDER")
 ]
@@ -67,6 +68,7 @@ def train(
     seed: Seed = None,
     values: Values = None,
     axis: AxisName = None,
+    rank: Rank = None,
     out: Out = None,
 ) -> None:
     """Train a task once, with compressed gradients.
@@ -75,7 +77,7 @@ def train(
 
     On several machines: torchrun --nnodes 2 ... -m thinwire train digits
     """
-    options = MethodOptions(density=density, values=values, axis=parse_axis(axis))
+    options = MethodOptions(density=density, values=values, axis=parse_axis(axis), rank=rank)
     changes = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
     run(make_job("train", task, [method], options, workers, changes, out))
 
@@ -83,7 +85,7 @@ def train(
 def compare(
     task: TaskName,
     methods: Annotated[
-        str, typer.Option(help=f"Some of {KNOWN}, with commas.", metavar="NAMES")
+        str, typer.Option(help=f"Some of {KNOWN}, with commas, or all.", metavar="NAMES")
     ] = "dense,topk,adtopk",
     density: Density = None,
     workers: Workers = None,
@@ -93,6 +95,7 @@ def compare(
     seed: Seed = None,
     values: Values = None,
     axis: AxisName = None,
+    rank: Rank = None,
     out: Out = None,
 ) -> None:
     """Train a task once with each method, from the same seed, and compare.
@@ -101,10 +104,9 @@ def compare(
 
     Shows a table at the end and writes metrics.jsonl, summary.json and comparison.png to the run folder.
     """
-    options = MethodOptions(density=density, values=values, axis=parse_axis(axis))
+    options = MethodOptions(density=density, values=values, axis=parse_axis(axis), rank=rank)
     changes = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
-    names = [name.strip() for name in methods.split(",") if name.strip()]
-    run(make_job("compare", task, names, options, workers, changes, out))
+    run(make_job("compare", task, parse_names(methods), options, workers, changes, out))
 
 
 def make_job(

@@ -68,7 +68,7 @@ def train(
     handle.close()
     return Row(
         method=name,
-        settings=repr(method),
+        settings=f"{method!r}, lr={training.lr:g}",
         asked_density=getattr(method, "density", None),
         density=stats.density,
         score=score,

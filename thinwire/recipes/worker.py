@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -21,7 +22,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from thinwire.errors import UsageError
-from thinwire.methods.registry import build_methods
+from thinwire.methods.registry import METHODS, build_methods
 from thinwire.observe.files import write_text
 from thinwire.observe.metrics import MetricsLog, NoMetrics, Record
 from thinwire.observe.results import Row
@@ -44,7 +45,10 @@ def work(job: Job, listener: Callable[[Record], None] | None = None) -> list[Row
     data = task.load()
     dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     log = MetricsLog(job.out / METRICS_FILE, listener) if dist.get_rank() == 0 else NoMetrics()
-    rows = [train(task, data, job.training, name, method, log) for name, method in methods.items()]
+    rows = []
+    for name, method in methods.items():
+        lr = job.training.lr * METHODS[name].lr_scale
+        rows.append(train(task, data, replace(job.training, lr=lr), name, method, log))
     log.close()
     return rows
 

@@ -1,0 +1,132 @@
+"""Virtual ranks of a low-rank method: all in one process, one group of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.compressor import GroupStep
+from thinwire.exchange.base import Outcome
+from thinwire.exchange.drivers import run_virtual
+from thinwire.exchange.requests import Place
+from thinwire.kernels.inspection import inspect_pieces
+from thinwire.layout import (
+    BucketLayout,
+    ParameterInfo,
+    SlotKind,
+    contiguous_strides,
+    kind_from_shape,
+)
+from thinwire.methods.base import Method
+from thinwire.observe.ledger import Ledger
+from thinwire.plan.groups import Group
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def describe(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    strides: tuple[int, ...] | None = None,
+    kind: SlotKind | None = None,
+) -> ParameterInfo:
+    strides = strides or contiguous_strides(shape)
+    return ParameterInfo(name, shape, strides, dtype, kind or kind_from_shape(len(shape)))
+
+
+class Ranks:
+    """`world` ranks that send the parameters `infos` with `method`."""
+
+    def __init__(
+        self,
+        method: Method,
+        infos: Sequence[ParameterInfo],
+        world: int,
+        deterministic: bool = False,
+    ) -> None:
+        self.world = world
+        self.infos = list(infos)
+        self.deterministic = deterministic
+        self.compressors = [method.compressor() for _ in range(world)]
+        for compressor in self.compressors:
+            for info in infos:
+                compressor.expect(info, torch.device("cpu"))
+        self.count = 0
+        self.ledger = Ledger(world)
+        self.regroup(self.infos)
+
+    def regroup(self, infos: Sequence[ParameterInfo]) -> None:
+        """Another order of the same parameters, as after a re-bucketing."""
+        slots, offset = [], 0
+        for info in infos:
+            slots.append(info.slot(offset))
+            offset += info.numel
+        dtype = infos[0].dtype
+        layout = BucketLayout(tuple(slots), offset, dtype, torch.device("cpu"))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.groups = [Group.of(layout, slots, wide) for _ in range(self.world)]
+
+    def step(
+        self, gradients: Sequence[Mapping[str, Tensor]], bad: bool = False
+    ) -> tuple[dict[str, Tensor], Outcome]:
+        """One exchange; `gradients` per rank. Returns the update by name; all ranks must agree on its bits."""
+        self.opened = []
+        for rank in range(self.world):
+            group = self.groups[rank]
+            pieces = []
+            for slot in group.slots:
+                piece = torch.zeros(slot.numel, dtype=gradients[rank][slot.name].dtype)
+                slot.at(0).view(piece).copy_(gradients[rank][slot.name])
+                pieces.append(piece)
+            flags, finite = inspect_pieces(pieces)
+            self.opened.append(
+                self.compressors[rank].open(
+                    GroupStep(
+                        group,
+                        finite,
+                        flags,
+                        [self.count] * len(pieces),
+                        None,
+                        Place(rank, self.world),
+                        self.deterministic,
+                    )
+                )
+            )
+        self.c = [o.account.c.clone() for o in self.opened]
+        outcomes = run_virtual([o.program for o in self.opened], self.ledger)
+        self.count += 1
+        for outcome in outcomes[1:]:
+            assert torch.equal(
+                outcomes[0].update.view(torch.uint8), outcome.update.view(torch.uint8)
+            )
+        self.accepted = [o.account.accepted() for o in self.opened]
+        for one, outcome in zip(self.opened, outcomes, strict=True):
+            one.account.settle(outcome.non_finite | bad)
+        update = {s.name: s.view(outcomes[0].update).clone() for s in self.groups[0].slots}
+        return update, outcomes[0]
+
+    def residual(self, rank: int, name: str) -> Tensor:
+        memory = self.compressors[rank].memory
+        assert memory is not None
+        held = memory.stores["residual"].read(name)
+        assert held is not None
+        return held
+
+
+def random_gradients(
+    infos: Sequence[ParameterInfo], world: int, seed: int
+) -> list[dict[str, Tensor]]:
+    """Normal numbers per rank and name, around a mean that all ranks share."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(info: ParameterInfo) -> Tensor:
+        return torch.randn(info.shape, generator=generator, dtype=torch.float64)
+
+    shared = {info.name: normal(info) for info in infos}
+    return [
+        {info.name: (shared[info.name] + normal(info)).to(info.dtype) for info in infos}
+        for _ in range(world)
+    ]

@@ -1,0 +1,60 @@
+"""The communication-time table: sizes are those of the paper's models, times are measured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from thinwire.bench.lowrank import (
+    PAPER_RANKS,
+    format_rows,
+    measure_lowrank,
+    sent_sizes,
+    shapes_of,
+)
+from thinwire.errors import UsageError
+
+MEGABYTES = {
+    # Dense, P without vectors, Q without vectors, vectors: MB of fp32, two digits.
+    "resnet50": (97.5, 0.42, 0.84, 0.21),
+    "resnet152": (229.6, 1.17, 2.59, 0.58),
+    "bert-base": (420.0, 14.1, 10.5, 0.59),
+    "bert-large": (1282.6, 31.0, 27.5, 1.4),
+}
+
+
+@pytest.mark.parametrize("model", MEGABYTES)
+def test_the_papers_models_send_what_they_should(model):
+    shapes, rank = shapes_of(model), PAPER_RANKS[model]
+    vectors = sum(math.prod(shape) for shape in shapes if len(shape) < 2)
+    sent = [sum(sent_sizes(shapes, rank, kind)) for kind in ("dense", "P", "Q")]
+    found = [sent[0], sent[1] - vectors, sent[2] - vectors, vectors]
+    for elements, expected in zip(found, MEGABYTES[model], strict=True):
+        assert 4 * elements / 2**20 == pytest.approx(expected, rel=0.03)
+
+
+def table_job(rank: int, world: int) -> str:
+    shapes = [(64, 32), (64,), (32, 16, 3, 3)]
+    group = dist.group.WORLD
+    assert group is not None
+    rows = measure_lowrank(
+        "toy", rank=4, group=group, device=torch.device("cpu"), repeats=2, shapes=shapes
+    )
+    assert [row.sends for row in rows] == ["dense", "P", "Q"]
+    assert [row.bytes for row in rows] == [4 * 6720, 4 * (256 + 64 + 128), 4 * (128 + 64 + 576)]
+    assert all(row.per_tensor_ms > 0 and row.fused_ms > 0 for row in rows)
+    return format_rows(rows)
+
+
+def test_the_table_is_the_same_on_all_ranks(pools):
+    tables = pools(3).run(table_job)
+    assert len(set(tables)) == 1
+    assert "tensor by tensor ms" in tables[0]
+
+
+def test_unknown_models_are_refused():
+    with pytest.raises(UsageError, match=r"^model is 'vgg'; it must be one of resnet50"):
+        shapes_of("vgg")

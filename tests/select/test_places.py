@@ -1,0 +1,96 @@
+"""Selections of places: random ones and chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.contracts.cluster import parameter
+from thinwire.errors import UsageError
+from thinwire.select.chunks import ChunkChoice
+from thinwire.select.random import RandomChoice, draw_places, generator_for
+from thinwire.select.rows import RowTable
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("length, keep", [(1, 1), (10, 10), (10, 1), (101, 7), (1 << 20, 1000)])
+def test_drawn_places_are_different_ascending_and_inside(length, keep):
+    for step in range(20):
+        places = draw_places(length, keep, generator_for("w", step, 0, CPU))
+        assert places.shape == (keep,) and (places.diff() > 0).all()
+        assert int(places[0]) >= 0 and int(places[-1]) < length
+
+
+def test_every_place_is_equally_likely():
+    hits = torch.zeros(23)
+    draws = 5_000
+    for step in range(draws):
+        hits[draw_places(23, 5, generator_for("w", step, 0, CPU))] += 1
+    expected = draws * 5 / 23
+    assert ((hits - expected).abs() < 5 * expected**0.5).all()
+
+
+def test_draws_belong_to_name_step_and_seed_and_leave_the_global_generator_alone():
+    before = torch.random.get_rng_state()
+
+    def places(name, step, seed=0):
+        return draw_places(10_000, 10, generator_for(name, step, seed, CPU)).tolist()
+
+    assert places("a", 1) == places("a", 1)
+    assert len({tuple(places(n, s, k)) for n in "ab" for s in range(3) for k in range(2)}) == 12
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_sessions_of_two_ranks_choose_the_same_places_in_every_step():
+    selector = RandomChoice(0.1)
+    slot = parameter("w", (50, 20)).slot(0)
+    table = RowTable([selector.rows(slot, None)], slot.numel)
+    chosen = []
+    for rank in range(2):
+        session = selector.session()
+        c = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
+        steps = []
+        for step in range(3):
+            session.mode("w", step)
+            picks = session.pick(c, table, [None])
+            assert torch.equal(picks.values, c[picks.indices])
+            steps.append(picks.indices.tolist())
+        chosen.append(steps)
+    assert chosen[0] == chosen[1] and chosen[0][0] != chosen[0][1]
+
+
+@pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 1000, 2049])
+@pytest.mark.parametrize("chunk", [1, 7, 256])
+@pytest.mark.parametrize("density", [0.1, 0.5, 1.0])
+def test_chunks_cover_the_tensor_and_the_largest_are_chosen(n, chunk, density):
+    x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    selector = ChunkChoice(density, chunk)
+    table = RowTable([selector.rows(parameter("w", (n,)).slot(0), None)], n)
+    rows = table.rows[0]
+    assert rows.chunk <= chunk and (rows.chunks - 1) * rows.chunk < n <= rows.chunks * rows.chunk
+    picks = selector.pick(x, table)
+    count = int(picks.counts[0])
+    chosen = picks.indices[:count]
+    assert (chosen.diff() > 0).all() and torch.equal(picks.values[:count], x[chosen])
+    assert not picks.values[count:].any() and not picks.indices[count:].any()
+    pieces = x.split(rows.chunk)
+    norms = torch.stack([piece.abs().sum() for piece in pieces])
+    best = set(norms.argsort(descending=True, stable=True)[: rows.chosen].tolist())
+    assert {int(i) // rows.chunk for i in chosen} == best
+    assert count == sum(pieces[which].numel() for which in best)
+    if density == 1.0:
+        assert count == n
+
+
+def test_equal_chunks_tie_to_the_lowest():
+    selector = ChunkChoice(0.25, 4)
+    table = RowTable([selector.rows(parameter("w", (32,)).slot(0), None)], 32)
+    assert selector.pick(torch.ones(32), table).indices.tolist() == list(range(8))
+
+
+def test_bad_settings_are_named():
+    with pytest.raises(UsageError, match="chunk"):
+        ChunkChoice(0.1, 0)
+    with pytest.raises(UsageError, match="density"):
+        RandomChoice(2.0)

@@ -1,0 +1,160 @@
+"""FactorLayout: where the factors of a group's matrices lie in one flat buffer.
+
+Many small tensors are slow on an accelerator, so everything that needs no matrix product works on the flat one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.exact_topk import has_triton
+from thinwire.lowrank.basis import cholesky_orthogonalise, orthogonalise
+from thinwire.lowrank.batches import MatrixBatch
+
+# Few columns are orthogonalised by one kernel, more by batched library calls.
+MAX_KERNEL_RANK = 8
+# Factors are padded to a common length up to this many times their own.
+MAX_PADDING = 4
+
+
+class FactorLayout:
+    """One factor per batch; `sides` says which."""
+
+    def __init__(
+        self,
+        batches: Sequence[MatrixBatch],
+        sides: Sequence[str],
+        draw: Callable[[], list[Tensor]],
+    ) -> None:
+        self.batches = tuple(batches)
+        self.sides = tuple(sides)
+        self.shapes = [b.factor_shape(s) for b, s in zip(batches, sides, strict=True)]
+        self._sizes = [math.prod(shape) for shape in self.shapes]
+        self.numel = sum(self._sizes)
+        self._draw = draw
+
+    @cached_property
+    def spares(self) -> list[Tensor]:
+        """Columns that replace dead ones, one tensor per batch; drawn when a factor is first orthogonalised."""
+        return self._draw()
+
+    def only(self, chosen: Sequence[int]) -> FactorLayout:
+        """The layout of some of the batches."""
+        return FactorLayout(
+            [self.batches[which] for which in chosen],
+            [self.sides[which] for which in chosen],
+            lambda: [self.spares[which] for which in chosen],
+        )
+
+    def sections(self, flat: Tensor) -> list[Tensor]:
+        """The factors as [size, n or m, r], one per batch."""
+        pieces = flat[: self.numel].split_with_sizes(self._sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def spread(self, per_slot: Tensor) -> Tensor:
+        """One value per slot -> one per element."""
+        return per_slot.index_select(0, self._owners)
+
+    def orthogonalise(self, flat: Tensor) -> Tensor:
+        """Orthonormal bases of all factors, in the same layout."""
+        factors = self.sections(flat)
+        if flat.device.type == "cpu" or flat.dtype != torch.float32:
+            # A copy, so that the address does not depend on what else is in the bucket.
+            pairs = zip(factors, self.spares, strict=True)
+            return torch.cat([orthogonalise(f.clone(), spare).reshape(-1) for f, spare in pairs])
+        rank = max(shape[2] for shape in self.shapes)
+        if rank <= MAX_KERNEL_RANK and has_triton():
+            from thinwire.lowrank.triton_basis import orthogonalise_flat
+
+            return orthogonalise_flat(flat, *self._kernel_tables, rank)
+        bases = factors
+        for pile in self._piles:
+            stacked = pile.stack(factors)
+            found = cholesky_orthogonalise(stacked, pile.spares)
+            for which, basis in zip(pile.members, pile.unstack(found), strict=True):
+                bases[which] = basis
+        return torch.cat([basis.reshape(-1) for basis in bases])
+
+    @cached_property
+    def _owners(self) -> Tensor:
+        """int32 [numel]: which slot of the group each element belongs to."""
+        sizes = [shape[1] * shape[2] for shape in self.shapes for _ in range(shape[0])]
+        slots = torch.cat([batch.slots for batch in self.batches]).int()
+        return slots.repeat_interleave(torch.tensor(sizes, device=slots.device))
+
+    @cached_property
+    def _kernel_tables(self) -> tuple[Tensor, Tensor]:
+        """(flat spares, [offset, length, columns] of every matrix)."""
+        rows, offset = [], 0
+        for size, length, rank in self.shapes:
+            for _ in range(size):
+                rows.append((offset, length, rank))
+                offset += length * rank
+        spares = torch.cat([spare.reshape(-1) for spare in self.spares])
+        return spares, torch.tensor(rows, device=spares.device)
+
+    @cached_property
+    def _piles(self) -> list[Pile]:
+        """Batches of the same rank and of similar length, longest first."""
+        order = sorted(range(len(self.shapes)), key=lambda which: self.shapes[which][:0:-1])
+        piles: list[list[int]] = []
+        for which in reversed(order):
+            _, length, rank = self.shapes[which]
+            _, longest, same = self.shapes[piles[-1][0]] if piles else (0, 0, 0)
+            if rank == same and longest <= MAX_PADDING * length:
+                piles[-1].append(which)
+            else:
+                piles.append([which])
+        return [make_pile(members, self.shapes, self.spares) for members in piles]
+
+
+@dataclass(frozen=True, eq=False)
+class Pile:
+    """Several batches of factors as one [count, longest, r], the shorter ones with zero rows below."""
+
+    members: tuple[int, ...]
+    shapes: tuple[tuple[int, int, int], ...]
+    count: int
+    longest: int
+    rank: int
+    places: Tensor | None
+    """int64 [rows]: where each row goes; None where nothing is padded."""
+    spares: Tensor
+
+    def stack(self, factors: Sequence[Tensor]) -> Tensor:
+        rows = torch.cat([factors[which].reshape(-1, self.rank) for which in self.members])
+        size = (self.count, self.longest, self.rank)
+        if self.places is None:
+            return rows.view(size)
+        padded = rows.new_zeros(self.count * self.longest, self.rank)
+        return padded.index_copy_(0, self.places, rows).view(size)
+
+    def unstack(self, stacked: Tensor) -> list[Tensor]:
+        rows = stacked.reshape(-1, self.rank)
+        if self.places is not None:
+            rows = rows.index_select(0, self.places)
+        pieces = rows.split([shape[0] * shape[1] for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+
+def make_pile(
+    members: Sequence[int], shapes: Sequence[tuple[int, int, int]], spares: Sequence[Tensor]
+) -> Pile:
+    own = tuple(shapes[which] for which in members)
+    count = sum(shape[0] for shape in own)
+    longest = max(shape[1] for shape in own)
+    places = None
+    if any(shape[1] != longest for shape in own):
+        lengths = [shape[1] for shape in own for _ in range(shape[0])]
+        starts = torch.arange(count) * longest
+        places = torch.cat(
+            [start + torch.arange(n) for start, n in zip(starts, lengths, strict=True)]
+        ).to(spares[0].device)
+    bare = Pile(tuple(members), own, count, longest, own[0][2], places, spares[0])
+    return replace(bare, spares=bare.stack(spares))

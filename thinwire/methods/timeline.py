@@ -1,0 +1,67 @@
+"""Timeline: methods that follow one another at given steps."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from thinwire.compressor import Compressor
+from thinwire.errors import UsageError
+from thinwire.layout import Slot
+from thinwire.methods.base import Dense, Method
+from thinwire.validate import check_instance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline(Method):
+    """`phases` are (first step, method); the step counts synchronising backwards from 0, the same on all ranks.
+
+    >>> tw.Timeline(phases=((0, tw.Dense()), (1000, tw.TopK(density=0.01))))
+    """
+
+    phases: tuple[tuple[int, Method], ...]
+
+    def __post_init__(self) -> None:
+        starts = [start for start, _ in self.phases]
+        if starts[:1] != [0] or any(later <= earlier for earlier, later in pairwise(starts)):
+            raise UsageError(f"phases start at {starts}; they must begin at 0 and increase")
+        for _, method in self.phases:
+            check_instance("phases", method, Method, "pairs of a step and a method")
+
+    def at(self, step: int) -> Method:
+        which = bisect_right([start for start, _ in self.phases], step) - 1
+        start, method = self.phases[which]
+        return method.at(step - start)
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        return tuple(start for start, _ in self.phases)
+
+    @property
+    def host_sync_free(self) -> bool:
+        return all(method.host_sync_free for _, method in self.phases)
+
+    @property
+    def owns_momentum(self) -> bool:
+        return any(method.owns_momentum for _, method in self.phases)
+
+    def with_momentum(self, momentum: float, nesterov: bool) -> Method:
+        bound = [(start, method.with_momentum(momentum, nesterov)) for start, method in self.phases]
+        owner = next((method for _, method in bound if method.owns_momentum), self)
+        return replace(
+            self,
+            phases=tuple(
+                (start, owner.dense_companion(method) if isinstance(method, Dense) else method)
+                for start, method in bound
+            ),
+        )
+
+    def compressor(self) -> Compressor:
+        return self.at(0).compressor()
+
+    def reason_against(self, slot: Slot, dense_bits: int, world: int) -> str | None:
+        return self.at(0).reason_against(slot, dense_bits, world)
+
+    def describe(self, slot: Slot) -> str:
+        return self.at(0).describe(slot)
