@@ -51,5 +51,7 @@ def train(
 
 def fingerprint(model: nn.Module) -> bytes:
     """All parameters' bits."""
-    flat = torch.cat([p.detach().reshape(-1).contiguous().view(torch.uint8) for p in model.parameters()])
+    flat = torch.cat(
+        [p.detach().reshape(-1).contiguous().view(torch.uint8) for p in model.parameters()]
+    )
     return bytes(flat.tolist())

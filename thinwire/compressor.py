@@ -134,9 +134,7 @@ class SparseCompressor(Compressor):
         def pick() -> Picks:
             return self.session.pick(account.c, codec.table, modes)
 
-        def pick_rows(
-            table: RowTable, members: Sequence[int], c: Tensor | None = None
-        ) -> Picks:
+        def pick_rows(table: RowTable, members: Sequence[int], c: Tensor | None = None) -> Picks:
             flat = account.c if c is None else c
             return self.session.pick(flat, table, [modes[which] for which in members])
 

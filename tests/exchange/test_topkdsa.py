@@ -8,7 +8,9 @@ from thinwire.exchange import dsa, uneven
 from thinwire.exchange.dsa import SplitGather
 from thinwire.exchange.exclusive import Exclusive
 from thinwire.exchange.gather import AllGatherFast
+from thinwire.exchange.split import SplitReduce
 from thinwire.exchange.uneven import Entries
+from thinwire.methods.gaussiank import GaussianK
 
 
 def phases(step) -> set[str]:
@@ -92,3 +94,13 @@ def test_mutation_indices_as_floats(monkeypatch):
     )
     with pytest.raises(AssertionError):
         odd_winner(SplitGather())
+
+
+@pytest.mark.parametrize("exchange", [SplitGather(), SplitReduce(), Exclusive()], ids=str)
+def test_a_selection_whose_count_varies(exchange):
+    """GaussianK over split-and-reduce, as it is compared with in the Ok-Topk paper."""
+    ranks = Ranks(exchange, 4, [(64, 96), (3000,)], select=GaussianK(density=0.05).selector())
+    for seed in range(3):
+        step = ranks.step(gradients("heavy tail", 4, ranks.numel, seed))
+        check_step(step, 4)
+        assert int(step.outcomes[0].sent.sum()) > 0

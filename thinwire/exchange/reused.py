@@ -130,7 +130,9 @@ class ReusedSession(ExchangeSession):
             "exchange_count": state.count,
             "exchange_local": state.local,
             "exchange_global": state.global_,
-            "exchange_cuts": torch.tensor(state.cuts, dtype=torch.int64),
+            # As text: a distributed load wants tensors of the same shape on both sides, and before the first exchange
+            # there are no cuts.
+            "exchange_cuts": " ".join(map(str, state.cuts)),
         }
 
     def load_state_dict(self, state: Mapping[str, dict[str, Any]]) -> None:
@@ -140,7 +142,7 @@ class ReusedSession(ExchangeSession):
                     int(fields["exchange_count"]),
                     float(fields["exchange_local"]),
                     float(fields["exchange_global"]),
-                    [int(cut) for cut in fields["exchange_cuts"]],
+                    [int(cut) for cut in str(fields["exchange_cuts"]).split()],
                 )
 
 

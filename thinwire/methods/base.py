@@ -217,9 +217,7 @@ class SparseMethod(Method):
         wire = self.wire_format()
         if world == 1:
             return 2 * dense_bits / wire.bits_per_entry(rows)
-        sparse = self.exchange.entry_bits(
-            wire.value_code.bits, wire.index_code.bits(rows), world
-        )
+        sparse = self.exchange.entry_bits(wire.value_code.bits, wire.index_code.bits(rows), world)
         return 2 * (world - 1) / world * dense_bits / sparse
 
     def describe(self, slot: Slot) -> str:
