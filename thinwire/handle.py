@@ -102,12 +102,12 @@ class Handle:
         """
         left_out = self.pipeline.dimensions() if dimensions else None
         self.pipeline.settle()
-        memory_bytes = sum(m.nbytes() for m in self.pipeline.memories())
+        memory_bytes = sum(m.nbytes() for m in self.pipeline.roster.memories())
         return self.pipeline.tally.stats(self.pipeline.step, memory_bytes, left_out)
 
     def plan(self) -> PlanReport:
         """What happens to every parameter and why; print it."""
-        assignments = self.pipeline.assignments
+        assignments = self.pipeline.roster.assignments
         notes = {
             name: "sends what is held back once, then changes method"
             for name, assignment in assignments.items()
@@ -120,7 +120,7 @@ class Handle:
         if name not in self._infos:
             raise UsageError(f"name is {name!r}; the handle knows {_some(self._infos)}")
         self.pipeline.settle()
-        held = self.pipeline.held(name, "residual")
+        held = self.pipeline.roster.held(name, "residual")
         if held is None:
             held = torch.zeros(self._infos[name].shape, device=self.pipeline.device)
         return held
@@ -157,7 +157,7 @@ class Handle:
         if self.closed:
             return
         self.pipeline.end_step()
-        held = sum(m.nbytes() for m in self.pipeline.memories())
+        held = sum(m.nbytes() for m in self.pipeline.roster.memories())
         if held:
             logger.warning(
                 "close() drops %.1f MB of gradient that was held back; switch(tw.Dense()) and one more step "

@@ -173,7 +173,7 @@ class Takeover:
         for name, parameter in self.parameters.items():
             buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
             if buffer is not None:
-                handle.pipeline.write_memory(name, "momentum", buffer.detach())
+                handle.pipeline.roster.write_memory(name, "momentum", buffer.detach())
         if isinstance(self.optimizer, DGCSGD):
             self.optimizer.attached = True
             handle.on_close(self._detach)

@@ -24,39 +24,24 @@ from thinwire.compressor import (
     Compressor,
     DenseCompressor,
     FlushAccount,
-    FlushCompressor,
     GroupStep,
     Opened,
     SparseCompressor,
 )
-from thinwire.errors import UsageError
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.drivers import Driver, fail
+from thinwire.exchange.fused import fuse_sums
 from thinwire.exchange.requests import Program, together
 from thinwire.kernels.inspection import inspect, is_finite
 from thinwire.layout import Bucket, BucketLayout
 from thinwire.memory.account import Account
-from thinwire.memory.base import MemoryState
-from thinwire.memory.residual import Residual, ResidualState
-from thinwire.methods.base import Method, SparseMethod
+from thinwire.methods.base import SparseMethod
 from thinwire.observe.dimensions import DimensionStats, dimension_stats
 from thinwire.observe.stations import ENCODE, station
 from thinwire.observe.stats import Tally
 from thinwire.plan.groups import Group
 from thinwire.plan.policy import SlotPlan
-
-# Stores that mean the same in every memory that has them.
-CARRIED = {"residual", "momentum"}
-
-
-@dataclass
-class Assignment:
-    """Which compressor a parameter is with, how often it was exchanged, and where it goes after a flush."""
-
-    plan: SlotPlan
-    compressor: Compressor
-    steps: int = 0
-    after_flush: Compressor | None = None
+from thinwire.roster import Roster
 
 
 @dataclass
@@ -75,7 +60,7 @@ class StepBook:
 
 
 class Pipeline:
-    """All parameters of one handle, assigned to compressors by a plan."""
+    """The way of every bucket of one handle; who compresses what is in `roster`."""
 
     def __init__(
         self,
@@ -95,22 +80,11 @@ class Pipeline:
         self.device = device
         self.deterministic = deterministic
         self.scale = scale
-        self.compressors: dict[Method, Compressor] = {}
-        self.assignments = {
-            name: Assignment(slot_plan, self._compressor(slot_plan))
-            for name, slot_plan in plan.items()
-        }
+        self.roster = Roster(plan, device)
         self.step = 0
         """Synchronising backward passes begun so far."""
         self._groups: dict[BucketLayout, list[tuple[Compressor, Group]]] = {}
         self._book = StepBook()
-
-    def _compressor(self, slot_plan: SlotPlan) -> Compressor:
-        method = slot_plan.method
-        if method not in self.compressors:
-            self.compressors[method] = method.compressor()
-        self.compressors[method].expect(slot_plan.info, self.device)
-        return self.compressors[method]
 
     # -- one bucket -------------------------------------------------------------------------------------------
 
@@ -138,7 +112,7 @@ class Pipeline:
         self._book.buckets += 1
         groups = self._groups_of(bucket.layout)
         opened = [self._open_group(compressor, group, bucket) for compressor, group in groups]
-        for assignment in (self.assignments[name] for name in names):
+        for assignment in (self.roster.assignments[name] for name in names):
             assignment.steps += 1
         for (_, group), one in zip(groups, opened, strict=True):
             if one.account is not None:
@@ -154,7 +128,7 @@ class Pipeline:
                 group=group,
                 gradients=finite,
                 flags=flags,
-                steps=[self.assignments[slot.name].steps for slot in group.slots],
+                steps=[self.roster.assignments[slot.name].steps for slot in group.slots],
                 scale=self.scale(),
                 place=self.driver.place,
                 deterministic=self.deterministic,
@@ -164,7 +138,8 @@ class Pipeline:
     def _finish(
         self, bucket: Bucket, groups: Sequence[Group], opened: Sequence[Opened], book: StepBook
     ) -> Program[Tensor]:
-        outcomes: list[Outcome] = yield from together([o.program for o in opened])
+        side_by_side = together([o.program for o in opened])
+        outcomes: list[Outcome] = yield from fuse_sums(side_by_side)
         bad = torch.zeros((), dtype=torch.bool, device=bucket.flat.device)
         for group, one, outcome in zip(groups, opened, outcomes, strict=True):
             group.deliver(outcome.update, bucket.flat)
@@ -204,7 +179,9 @@ class Pipeline:
         """Which rows the last step left out, for the parameters a sparse method has."""
         found: dict[str, DimensionStats] = {}
         for group, account in zip(self._book.groups, self._book.accounts, strict=True):
-            methods = {slot.name: self.assignments[slot.name].plan.method for slot in group.slots}
+            methods = {
+                slot.name: self.roster.assignments[slot.name].plan.method for slot in group.slots
+            }
             if type(account) is Account and all(
                 isinstance(m, SparseMethod) for m in methods.values()
             ):
@@ -215,176 +192,37 @@ class Pipeline:
         """Settle and close the step: nothing of it can be taken back any more."""
         self.settle()
         book, self._book = self._book, StepBook()
-        self._end_flushes([a for a in book.accounts if isinstance(a, FlushAccount)])
+        if self.roster.end_flushes([a for a in book.accounts if isinstance(a, FlushAccount)]):
+            self._drop_groups(list(self._groups))
+
+    def switch(self, plan: dict[str, SlotPlan]) -> None:
+        """Adopt a new plan from the next bucket on."""
+        self.end_step()
+        self.roster.switch(plan)
+        self._drop_groups(list(self._groups))
 
     def release(self) -> None:
         """Drop all that is held back."""
         self._book = StepBook()
-        for assignment in self.assignments.values():
-            if assignment.compressor.memory is not None:
-                assignment.compressor.memory.release([assignment.plan.info.name])
+        self.roster.release()
 
-    def _end_flushes(self, flushes: Sequence[FlushAccount]) -> None:
-        """Slots whose memory has been delivered move on to their next compressor and free it."""
-        for account in flushes:
-            for slot, delivered in zip(
-                account.group.slots, account.delivered.tolist(), strict=True
-            ):
-                assignment = self.assignments[slot.name]
-                if delivered and assignment.after_flush is not None:
-                    assert assignment.compressor.memory is not None
-                    self._hand_over(slot.name, assignment.compressor, assignment.after_flush)
-                    assignment.compressor.memory.release([slot.name])
-                    assignment.compressor = assignment.after_flush
-                    assignment.after_flush = None
-                    self._drop_groups(list(self._groups))
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, **self.roster.state_dict()}
+
+    def load_state_dict(self, content: dict[str, Any]) -> None:
+        """Replace all state, or refuse it before anything is replaced."""
+        self.roster.check(content)
+        self.release()
+        self.step = int(content.get("step", 0))
+        # The plan of the last step that was taken: its memories are what was saved.
+        self._follow_schedule(max(0, self.step - 1))
+        self.roster.load_state_dict(content)
+        self._drop_groups(list(self._groups))
 
     def _follow_schedule(self, step: int) -> None:
         plan = self.replan(step)
         if plan is not None:
             self.switch(plan)
-
-    def switch(self, plan: dict[str, SlotPlan]) -> None:
-        """Adopt a new plan. What is held back carries over to the new method or is flushed densely once."""
-        self.end_step()
-        for name, slot_plan in plan.items():
-            assignment = self.assignments[name]
-            old, new = assignment.compressor, self._compressor(slot_plan)
-            assignment.plan = slot_plan
-            if isinstance(old, FlushCompressor):
-                assignment.after_flush = new
-            elif old is not new and not self._carry_over(name, old, new):
-                assert old.memory is not None
-                assignment.compressor = FlushCompressor(old.memory)
-                assignment.after_flush = new
-            else:
-                assignment.compressor = new
-        self._merge_flushes()
-        self._drop_groups(list(self._groups))
-        in_use = {id(a.compressor) for a in self.assignments.values()}
-        in_use |= {id(a.after_flush) for a in self.assignments.values()}
-        self.compressors = {m: c for m, c in self.compressors.items() if id(c) in in_use}
-
-    # -- state ------------------------------------------------------------------------------------------------
-
-    def memories(self) -> list[MemoryState]:
-        """Every memory in use, each once."""
-        found: dict[int, MemoryState] = {}
-        for assignment in self.assignments.values():
-            if assignment.compressor.memory is not None:
-                found[id(assignment.compressor.memory)] = assignment.compressor.memory
-        return list(found.values())
-
-    def held(self, name: str, store: str) -> Tensor | None:
-        """What a memory holds of a parameter, in its shape and in plain gradient units."""
-        memory = self.assignments[name].compressor.memory
-        return (
-            memory.stores[store].read(name)
-            if memory is not None and store in memory.stores
-            else None
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        memory: dict[str, dict[str, Tensor]] = {}
-        selection: dict[str, Any] = {}
-        for name, assignment in self.assignments.items():
-            stores = assignment.compressor.memory.stores if assignment.compressor.memory else {}
-            for store, contents in stores.items():
-                held = contents.read(name)
-                # Zeros where nothing is held yet: a distributed load fills the tensors it finds here.
-                memory.setdefault(store, {})[name] = held if held is not None else self._zeros(name)
-        for compressor in self.compressors.values():
-            selection.update(compressor.state_dict(self._names_with(compressor)))
-        steps = {name: assignment.steps for name, assignment in self.assignments.items()}
-        return {"step": self.step, "steps": steps, "memory": memory, "selection": selection}
-
-    def _names_with(self, compressor: Compressor) -> list[str]:
-        return [
-            name
-            for name, assignment in self.assignments.items()
-            if compressor in (assignment.compressor, assignment.after_flush)
-        ]
-
-    def _zeros(self, name: str) -> Tensor:
-        info = self.assignments[name].plan.info
-        wide = torch.float64 if info.dtype == torch.float64 else torch.float32
-        return torch.zeros(info.shape, dtype=wide, device=self.device)
-
-    def load_state_dict(self, content: dict[str, Any]) -> None:
-        """Replace all state; a residual for a parameter that is dense now is flushed, not dropped."""
-        self._check(content)
-        self.release()
-        self.step = int(content.get("step", 0))
-        # The plan of the last step that was taken: its memories are what was saved.
-        self._follow_schedule(max(0, self.step - 1))
-        for name, steps in content["steps"].items():
-            self.assignments[name].steps = int(steps)
-        for store, contents in content["memory"].items():
-            for name, values in contents.items():
-                self._adopt(name, store, values)
-        saved = content.get("selection", {})
-        for compressor in self.compressors.values():
-            mine = {name: saved[name] for name in self._names_with(compressor) if name in saved}
-            compressor.load_state_dict(mine)
-        self._merge_flushes()
-        self._drop_groups(list(self._groups))
-
-    def _check(self, content: dict[str, Any]) -> None:
-        """Refuse the state of another model before anything is replaced."""
-        contents = content["memory"].values()
-        for name in {*content["steps"], *(name for held in contents for name in held)}:
-            if name not in self.assignments:
-                raise UsageError(f"state holds parameter {name!r}, which this model does not have")
-        for name, values in (item for held in contents for item in held.items()):
-            shape = self.assignments[name].plan.info.shape
-            if tuple(values.shape) != shape:
-                raise UsageError(
-                    f"state of {name!r} has shape {list(values.shape)}, the parameter has {list(shape)}"
-                )
-
-    def write_memory(self, name: str, store: str, values: Tensor) -> bool:
-        """Replace what a parameter's memory holds in a store; False if it has no such store."""
-        memory = self.assignments[name].compressor.memory
-        if memory is None or store not in memory.stores:
-            return False
-        memory.stores[store].write(name, values.to(self.device))
-        return True
-
-    def _adopt(self, name: str, store: str, values: Tensor) -> None:
-        if not self.write_memory(name, store, values) and store == "residual" and values.any():
-            assignment = self.assignments[name]
-            carrier = ResidualState(Residual())
-            carrier.stores["residual"].write(name, values.to(self.device))
-            assignment.after_flush = assignment.compressor
-            assignment.compressor = FlushCompressor(carrier)
-
-    def _carry_over(self, name: str, old: Compressor, new: Compressor) -> bool:
-        """Hand what is held over by name; False if the new memory has no place for it and it has to be flushed."""
-        if old.memory is None or not any(name in s.names() for s in old.memory.stores.values()):
-            return True
-        if new.memory is None or not CARRIED.issuperset({*old.memory.stores, *new.memory.stores}):
-            return False
-        if not set(old.memory.stores) <= set(new.memory.stores):
-            return False
-        self._hand_over(name, old, new)
-        return True
-
-    def _hand_over(self, name: str, old: Compressor, new: Compressor) -> None:
-        """Move what both memories have a store for."""
-        if old.memory is None or new.memory is None:
-            return
-        for store in CARRIED & set(old.memory.stores) & set(new.memory.stores):
-            held = old.memory.stores[store].take(name)
-            if held is not None:
-                new.memory.stores[store].write(name, held)
-
-    def _merge_flushes(self) -> None:
-        """One flush compressor per memory, so that its slots in a bucket travel together."""
-        merged: dict[int, FlushCompressor] = {}
-        for assignment in self.assignments.values():
-            if isinstance(assignment.compressor, FlushCompressor):
-                memory = id(assignment.compressor.memory)
-                assignment.compressor = merged.setdefault(memory, assignment.compressor)
 
     def _groups_of(self, layout: BucketLayout) -> list[tuple[Compressor, Group]]:
         """Cut a bucket into one group per compressor, dense first: it needs no encoding and can leave at once."""
@@ -392,7 +230,9 @@ class Pipeline:
             members: dict[Compressor, list] = {}
             for slot in layout.slots:
                 if slot.numel:
-                    members.setdefault(self.assignments[slot.name].compressor, []).append(slot)
+                    members.setdefault(self.roster.assignments[slot.name].compressor, []).append(
+                        slot
+                    )
             wide = torch.float64 if layout.dtype == torch.float64 else torch.float32
             order = sorted(members, key=lambda c: not isinstance(c, DenseCompressor))
             self._forget_overlapping(layout)

@@ -165,7 +165,7 @@ class Cluster:
     def residuals(self, rank: int) -> dict[str, Tensor]:
         """What is held back, zeros where nothing is."""
         self.pipelines[rank].settle()
-        held = {name: self.pipelines[rank].held(name, "residual") for name in self.infos}
+        held = {name: self.pipelines[rank].roster.held(name, "residual") for name in self.infos}
         wide = torch.promote_types(self.dtype, torch.float32)
         return {
             name: values if values is not None else torch.zeros(self.infos[name].shape, dtype=wide)

@@ -118,7 +118,7 @@ def test_slot_that_turns_dense_sends_what_is_held_once_and_frees_it(dtype):
     plain = cluster.step(gradients)[0]["linear"]
     expected = sum(g["linear"].float() for g in gradients) / 3
     torch.testing.assert_close(plain.float(), expected, rtol=tolerance, atol=tolerance)
-    assert all(memory.nbytes() == 0 for p in cluster.pipelines for memory in p.memories())
+    assert all(memory.nbytes() == 0 for p in cluster.pipelines for memory in p.roster.memories())
 
 
 def test_flush_waits_while_no_rank_has_a_gradient():

@@ -21,7 +21,7 @@ def momentum_topk(density=0.05, *, nesterov=False, masking=True, storage="fp32",
 
 def store(cluster, rank, name, which):
     cluster.pipelines[rank].settle()
-    return cluster.pipelines[rank].held(name, which)
+    return cluster.pipelines[rank].roster.held(name, which)
 
 
 @pytest.mark.parametrize("masking", [True, False])

@@ -62,7 +62,7 @@ def test_bytes_are_what_the_format_says(storage):
     cluster = Cluster(2, method, shapes={"w": (256, 128), "v": (128, 128)})
     cluster.step(cluster.random(0))
     cluster.pipelines[0].settle()
-    held = sum(memory.nbytes() for memory in cluster.pipelines[0].memories())
+    held = sum(memory.nbytes() for memory in cluster.pipelines[0].roster.memories())
     assert held == BYTES[storage] * (256 + 128) * 128
 
 

@@ -69,7 +69,7 @@ def worst_loss(method: SparseMethod, world: int = 3, steps: int = 2) -> float:
     for step in range(steps):
         before = [cluster.residuals(rank) for rank in range(world)]
         momenta = [
-            {name: cluster.pipelines[rank].held(name, "momentum") for name in COMPRESSED}
+            {name: cluster.pipelines[rank].roster.held(name, "momentum") for name in COMPRESSED}
             for rank in range(world)
         ]
         gradients = cluster.random(step)

@@ -107,7 +107,7 @@ def test_methods_follow_one_another():
     names = []
     for step in range(8):
         cluster.step(cluster.random(step))
-        names.append(type(cluster.pipelines[0].assignments["linear"].plan.method).__name__)
+        names.append(type(cluster.pipelines[0].roster.assignments["linear"].plan.method).__name__)
     assert names == ["Dense", "Dense", "TopK", "TopK", "ADTopK", "ADTopK", "Dense", "Dense"]
     assert not cluster.residuals(0)["linear"].any()
 

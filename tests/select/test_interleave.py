@@ -71,8 +71,8 @@ def modes_job(rank: int, world: int, threshold: bool) -> list[dict[str, int]]:
 
     def record(step: int) -> None:
         rows: dict[str, int] = {}
-        for compressor in handle.pipeline.compressors.values():
-            for name, assignment in handle.pipeline.assignments.items():
+        for compressor in handle.pipeline.roster.compressors.values():
+            for name, assignment in handle.pipeline.roster.assignments.items():
                 if assignment.compressor is compressor and hasattr(compressor, "session"):
                     slot = handle._infos[name].slot(0)
                     mode = compressor.session.mode(name, step)

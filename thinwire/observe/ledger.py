@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import csv
+import io
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.errors import UsageError
 from thinwire.exchange.requests import Request
+from thinwire.observe.files import write_text
 
 COLUMNS = (
+    "run",
     "rank",
     "phase",
     "collective",
@@ -79,7 +84,14 @@ class Ledger:
                 so_far = self._padding.get(key)
                 self._padding[key] = padding.double() if so_far is None else so_far + padding
 
+    def include(self, other: Ledger) -> None:
+        """Add what another ledger of this rank has counted."""
+        for key, row in other.rows().items():
+            with self._lock:
+                self._rows.setdefault(key, Traffic()).add(row)
+
     def rows(self) -> dict[tuple[str, str], Traffic]:
+        """Totals by (phase, collective), in the order in which each was first asked for."""
         with self._lock:
             for key, padding in self._padding.items():
                 self._rows[key].padding_bytes += round(float(padding))
@@ -100,12 +112,53 @@ class Ledger:
         return self.total().messages
 
 
-def write_ledger(path: str | Path, ledgers: Mapping[int, Ledger]) -> None:
-    """One CSV row per rank, phase and collective."""
-    with Path(path).open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for rank, ledger in ledgers.items():
-            for (phase, collective), row in sorted(ledger.rows().items()):
-                numbers = [getattr(row, name) for name in COLUMNS[3:-1]]
-                writer.writerow([rank, phase, collective, *numbers, f"{row.seconds:.6f}"])
+Line = list[str | int]
+"""One row of a ledger file, in the order of COLUMNS."""
+
+
+def ledger_lines(run: str, rank: int, ledger: Ledger) -> list[Line]:
+    """What one rank did in one run, phase by phase in the order of the exchange."""
+    return [
+        [
+            run,
+            rank,
+            phase,
+            collective,
+            *(getattr(row, name) for name in COLUMNS[4:-1]),
+            f"{row.seconds:.6f}",
+        ]
+        for (phase, collective), row in ledger.rows().items()
+    ]
+
+
+def write_lines(path: str | Path, lines: Iterable[Line]) -> None:
+    """A CSV file with the columns of COLUMNS."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(lines)
+    write_text(Path(path), text.getvalue())
+
+
+def write_everybodys_lines(path: Path, mine: Sequence[Line]) -> None:
+    """Collective over the default group: rank 0 writes the lines of all ranks, which may be on other machines."""
+    gathered: list[Sequence[Line] | None] | None = None
+    if dist.get_rank() == 0:
+        gathered = [None] * dist.get_world_size()
+    dist.gather_object(mine, gathered)
+    if gathered is not None:
+        write_lines(path, [line for lines in gathered if lines is not None for line in lines])
+
+
+def write_ledger(path: str | Path, ledgers: Mapping[int, Ledger], run: str = "") -> None:
+    """One CSV row per rank, phase and collective; `run` fills the first column."""
+    lines = [
+        line for rank, ledger in ledgers.items() for line in ledger_lines(run, rank, ledger)
+    ]
+    write_lines(path, lines)
+
+
+def check_ledger_path(path: Path) -> None:
+    """Refuse a file that could not be written at the end of a long run."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"ledger is '{path}'; it must be a file in a folder that is there")

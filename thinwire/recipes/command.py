@@ -14,6 +14,7 @@ from rich.console import Console
 
 from thinwire.errors import JobError, UsageError
 from thinwire.methods.registry import METHODS, MethodOptions, build_methods, parse_names
+from thinwire.observe.ledger import check_ledger_path
 from thinwire.observe.progress import make_progress
 from thinwire.recipes.config import Job
 from thinwire.recipes.launch import is_worker_already, launch
@@ -56,6 +57,15 @@ Out = Annotated[
     Path | None, typer.Option(help="Run folder; runs/... unless given.", metavar="FOLDER")
 ]
 
+LedgerFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--ledger",
+        help="Traffic per worker, method and phase, as CSV.",
+        metavar="FILE",
+    ),
+]
+
 
 def train(
     task: TaskName,
@@ -70,6 +80,7 @@ def train(
     axis: AxisName = None,
     rank: Rank = None,
     out: Out = None,
+    ledger: LedgerFile = None,
 ) -> None:
     """Train a task once, with compressed gradients.
 
@@ -79,7 +90,7 @@ def train(
     """
     options = MethodOptions(density=density, values=values, axis=parse_axis(axis), rank=rank)
     changes = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
-    run(make_job("train", task, [method], options, workers, changes, out))
+    run(make_job("train", task, [method], options, workers, changes, out, ledger))
 
 
 def compare(
@@ -97,6 +108,7 @@ def compare(
     axis: AxisName = None,
     rank: Rank = None,
     out: Out = None,
+    ledger: LedgerFile = None,
 ) -> None:
     """Train a task once with each method, from the same seed, and compare.
 
@@ -106,7 +118,7 @@ def compare(
     """
     options = MethodOptions(density=density, values=values, axis=parse_axis(axis), rank=rank)
     changes = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
-    run(make_job("compare", task, parse_names(methods), options, workers, changes, out))
+    run(make_job("compare", task, parse_names(methods), options, workers, changes, out, ledger))
 
 
 def make_job(
@@ -117,9 +129,12 @@ def make_job(
     workers: int | None,
     changes: dict[str, Any],
     out: Path | None,
+    ledger: Path | None = None,
 ) -> Job:
     """Check everything that can be checked before a process is started."""
     build_methods(methods, options)
+    if ledger is not None:
+        check_ledger_path(ledger)
     given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
     return Job(
         task=task_name,
@@ -128,6 +143,7 @@ def make_job(
         workers=count_workers(workers),
         out=out or default_folder(kind, task_name),
         options=options,
+        ledger=ledger,
     )
 
 

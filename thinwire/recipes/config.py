@@ -51,13 +51,20 @@ class Job:
     out: Path
     """The run folder."""
     options: MethodOptions = field(default_factory=MethodOptions)
+    ledger: Path | None = None
+    """Where every worker's traffic goes as CSV."""
 
     def __post_init__(self) -> None:
         check_positive_int("workers", self.workers)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are saved with the run."""
-        return {**dataclasses.asdict(self), "methods": list(self.methods), "out": str(self.out)}
+        return {
+            **dataclasses.asdict(self),
+            "methods": list(self.methods),
+            "out": str(self.out),
+            "ledger": None if self.ledger is None else str(self.ledger),
+        }
 
 
 def write_job(path: Path, job: Job) -> None:
@@ -73,4 +80,5 @@ def read_job(path: Path) -> Job:
         workers=content["workers"],
         out=Path(content["out"]),
         options=MethodOptions(**content["options"]),
+        ledger=None if content["ledger"] is None else Path(content["ledger"]),
     )

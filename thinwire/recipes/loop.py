@@ -17,6 +17,7 @@ from thinwire.adapters.ddp import attach
 from thinwire.errors import UsageError
 from thinwire.handle import Handle
 from thinwire.methods.base import Method
+from thinwire.observe.ledger import Line, ledger_lines
 from thinwire.observe.metrics import MetricsLog
 from thinwire.observe.results import Row
 from thinwire.recipes.config import Training
@@ -27,9 +28,15 @@ LOG_EVERY = 10
 
 
 def train(
-    task: Task, data: Data, training: Training, name: str, method: Method, log: MetricsLog
+    task: Task,
+    data: Data,
+    training: Training,
+    name: str,
+    method: Method,
+    log: MetricsLog,
+    traffic: list[Line],
 ) -> Row:
-    """Train the task once with one method, on all ranks of the default group."""
+    """Train the task once with one method, on all ranks of the default group; `traffic` gets this rank's ledger."""
     began = time.perf_counter()
     world = dist.get_world_size()
     steps_per_epoch = count_steps(len(data.train), world, training.batch_size)
@@ -65,6 +72,7 @@ def train(
         log.add([{"run": name, "event": "test", "step": recorder.step, "score": score}])
 
     stats = handle.stats()
+    traffic += ledger_lines(name, handle.rank, handle.ledger)
     handle.close()
     return Row(
         method=name,

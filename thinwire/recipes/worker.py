@@ -24,6 +24,7 @@ import torch.distributed as dist
 from thinwire.errors import UsageError
 from thinwire.methods.registry import METHODS, build_methods
 from thinwire.observe.files import write_text
+from thinwire.observe.ledger import Line, write_everybodys_lines
 from thinwire.observe.metrics import MetricsLog, NoMetrics, Record
 from thinwire.observe.results import Row
 from thinwire.recipes.config import Job, read_job
@@ -45,11 +46,14 @@ def work(job: Job, listener: Callable[[Record], None] | None = None) -> list[Row
     data = task.load()
     dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     log = MetricsLog(job.out / METRICS_FILE, listener) if dist.get_rank() == 0 else NoMetrics()
-    rows = []
+    rows: list[Row] = []
+    traffic: list[Line] = []
     for name, method in methods.items():
         lr = job.training.lr * METHODS[name].lr_scale
-        rows.append(train(task, data, replace(job.training, lr=lr), name, method, log))
+        rows.append(train(task, data, replace(job.training, lr=lr), name, method, log, traffic))
     log.close()
+    if job.ledger is not None:
+        write_everybodys_lines(job.ledger, traffic)
     return rows
 
 

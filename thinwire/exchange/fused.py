@@ -1,0 +1,87 @@
+"""Fused sums: what the groups of a bucket ask to be summed in one round travels as one all-reduce.
+
+A bucket holds matrices sent as factors beside vectors that stay dense. Both are small sums of one dtype, and each
+collective of its own would cost its latency once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.exchange.requests import AllReduce, Batch, Program, Replies, Request
+
+T = TypeVar("T")
+
+
+def fuse_sums(program: Program[T]) -> Program[T]:
+    """The same program, asking for one all-reduce where it asked for several of one dtype among the same ranks.
+
+    Every rank fuses alike, because batches are alike on all ranks. A backend may add in another order than it would
+    apart, as it may in another bucketing; a program whose bits must not depend on that asks for no all-reduce.
+    """
+    try:
+        batch = next(program)
+        while True:
+            fused = FusedBatch.of(batch)
+            replies = yield fused.requests
+            batch = program.send(fused.split(replies))
+    except StopIteration as finished:
+        return finished.value
+
+
+@dataclass(frozen=True, eq=False)
+class FusedBatch:
+    """A batch in which requests that can travel together do."""
+
+    batch: Batch
+    members: tuple[tuple[int, ...], ...]
+    """Per request that is made: which ones of the batch it stands for."""
+    requests: Batch
+
+    @staticmethod
+    def of(batch: Batch) -> FusedBatch:
+        members: dict[Hashable, list[int]] = {}
+        for which, request in enumerate(batch):
+            members.setdefault(_companions(which, request), []).append(which)
+        requests = tuple(_fuse([batch[which] for which in chosen]) for chosen in members.values())
+        return FusedBatch(batch, tuple(map(tuple, members.values())), requests)
+
+    def split(self, replies: Replies) -> list[Tensor]:
+        """The replies to the requests of the batch, in its order; views where they came in one buffer."""
+        found: dict[int, Tensor] = {}
+        for chosen, reply in zip(self.members, replies, strict=True):
+            if len(chosen) == 1:
+                found[chosen[0]] = reply
+                continue
+            asked = [self.batch[which].tensor for which in chosen]
+            pieces = reply.split([tensor.numel() for tensor in asked])
+            for which, tensor, piece in zip(chosen, asked, pieces, strict=True):
+                found[which] = piece.view(tensor.shape)
+        return [found[which] for which in range(len(self.batch))]
+
+
+def _companions(which: int, request: Request) -> Hashable:
+    """Requests with the same answer travel together."""
+    if not isinstance(request, AllReduce):
+        return which
+    return request.scope, request.tensor.dtype, request.tensor.device
+
+
+def _fuse(requests: Sequence[Request]) -> Request:
+    if len(requests) == 1:
+        return requests[0]
+    padding: int | Tensor = 0
+    for request in requests:
+        padding = padding + request.padding_bytes
+    return AllReduce(
+        torch.cat([request.tensor.reshape(-1) for request in requests]),
+        "+".join(dict.fromkeys(request.phase for request in requests)),
+        sum(request.control_bytes for request in requests),
+        padding,
+        requests[0].scope,
+    )
