@@ -1,0 +1,73 @@
+"""Writes the measured tables into README.md and docs/, from the committed rows.
+
+    python benchmarks/tables.py            # rewrite
+    python benchmarks/tables.py --check    # exit 1 if a table is not what its rows say
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from thinwire.bench.rows import OK, Row, read_rows
+from thinwire.bench.step_report import name_method
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "docs/benchmarks.md")
+MARK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
+
+
+def step_table() -> str:
+    """Milliseconds per step and the ratio to a step without communication: methods down, models across."""
+    rows = [row for row in read_rows(ROOT / "benchmarks/results/h200_step") if row["status"] == OK]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    lines = dict.fromkeys((row["rate"], name_method(row)) for row in rows)
+    table = [
+        f"| link | method | {' | '.join(models)} |",
+        f"|---|---|{'---|' * len(models)}",
+    ]
+    for rate, method in lines:
+        cells = [_cell(rows, rate, method, model) for model in models]
+        table.append(f"| {rate} | {method} | {' | '.join(cells)} |")
+    return "\n".join(table) + "\n"
+
+
+def _cell(rows: list[Row], rate: str, method: str, model: str) -> str:
+    for row in rows:
+        if (row["rate"], name_method(row), row["model"]) == (rate, method, model):
+            sent = f", {row['link_bytes'] / 1e6:.0f} MB" if row["link_bytes"] > 1e5 else ""
+            return f"{row['ms']:.0f} ms ({row['ratio_no_sync']:.2f}x{sent})"
+    return "not measured"
+
+
+TABLES: dict[str, Callable[[], str]] = {"step": step_table}
+
+
+def fill(page: str) -> str:
+    """The page with every table made anew."""
+    return MARK.sub(lambda m: m[1] + TABLES[m[2]]() + m[4], page)
+
+
+def main() -> int:
+    stale = []
+    for name in PAGES:
+        path = ROOT / name
+        text = path.read_text()
+        if fill(text) != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(fill(text))
+    print(
+        f"tables differ from their rows in {', '.join(stale)}"
+        if stale
+        else "all tables are up to date"
+    )
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
