@@ -66,7 +66,8 @@ def test_rates_hold_each_way_and_differ_between_hosts() -> None:
 def test_one_rank_failing_ends_the_run(failure: str, exit_code: int) -> None:
     lines: list[str] = []
     with Lab(LabSpec(hosts=2)) as lab:
-        script = f"echo hello; {RANK_ONE_FAILS.format(failure)}"
+        # A moment, so that the other rank has said hello before it is stopped.
+        script = f"echo hello; sleep 1; {RANK_ONE_FAILS.format(failure)}"
         result = lab.run(["sh", "-c", script], echo=lambda line, stream: lines.append(line))
     assert result.exit_code == exit_code
     assert result.seconds < 10

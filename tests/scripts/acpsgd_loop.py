@@ -13,7 +13,7 @@ acpsgd.init()
 torch.set_num_threads(1)
 torch.manual_seed(acpsgd.rank())
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-optimizer = optim.SGD(model.parameters(), lr=0.05)
+optimizer = optim.SGD(model.parameters(), lr=0.5)
 optimizer = acpsgd.DistributedOptimizer(
     optimizer, named_parameters=model.named_parameters(), rank=4, threshold=25
 )
@@ -21,7 +21,7 @@ generator = torch.Generator().manual_seed(acpsgd.rank())
 data = torch.randn(256, 64, generator=generator)
 target = data[:, :10].argmax(1)
 losses = []
-for _ in range(60):
+for _ in range(80):
     optimizer.zero_grad()
     loss = F.cross_entropy(model(data), target)
     loss.backward()
