@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +15,10 @@ from rich.table import Table
 from torch import Tensor
 
 from thinwire.bench.data import LAWS, draw, real_gradients
+from thinwire.bench.measure import choose_device, time_ms, to_csv
 from thinwire.errors import UsageError
 from thinwire.layout import Shard, Slot, SlotKind
 from thinwire.observe.files import write_text
-from thinwire.observe.provenance import cpu_name, describe_origin
 from thinwire.select.base import Selector
 from thinwire.select.chunks import ChunkChoice
 from thinwire.select.gaussian import GaussianThreshold
@@ -85,21 +82,9 @@ def measure(selector: Selector, tensors: Sequence[Tensor], repeats: int) -> dict
         k = keep_count(x.numel(), selector.density)  # type: ignore[attr-defined]
         asked += selector.density * x.numel()  # type: ignore[attr-defined]
         best += float(x.double().square().topk(k).values.sum())
-        spent += time_ms(selector, x, table, repeats)
+        session = selector.session()
+        spent += time_ms(partial(session.pick, x, table, [None]), x.device, repeats)
     return {"realised": chosen / asked, "energy": kept / best, "ms": spent}
-
-
-def time_ms(selector: Selector, x: Tensor, table: RowTable, repeats: int) -> float:
-    """Median wall time of one selection, the device's work included."""
-    session, times = selector.session(), []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        session.pick(x, table, [None])
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
-        times.append(1e3 * (time.perf_counter() - start))
-    # The first call builds tables that later calls reuse.
-    return statistics.median(times[1:])
 
 
 def measure_all(device: torch.device, elements: int, repeats: int) -> Iterator[SelectRow]:
@@ -138,26 +123,6 @@ def select_table(rows: Sequence[SelectRow], title: str) -> Table:
     return table
 
 
-def to_csv(rows: Sequence[SelectRow], hardware: str) -> str:
-    """The rows with date, versions, hardware and commit on each, so that files can be joined."""
-    origin = describe_origin()
-    where = {
-        "date": origin["date"],
-        "commit": origin["commit"],
-        "thinwire": origin["versions"]["thinwire"],
-        "torch": origin["versions"]["torch"],
-        "hardware": hardware,
-    }
-    text = io.StringIO()
-    names = [field.name for field in fields(SelectRow)]
-    writer = csv.DictWriter(text, [*names, *where], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()}
-        writer.writerow({**rounded, **where})
-    return text.getvalue()
-
-
 def bench_select(
     csv_file: Annotated[
         Path | None, typer.Option("--csv", help="Write the rows to this CSV file.")
@@ -170,15 +135,10 @@ def bench_select(
 
     thinwire bench select --csv benchmarks/select-cpu.csv
     """
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"--device is {device!r}; it must be cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device is 'cuda', but torch finds no CUDA device here; use cpu")
     if repeats < 1 or elements < 1:
         raise UsageError(f"--repeats is {repeats} and --elements {elements}; both must be positive")
-    torch.set_num_threads(1)
-    hardware = torch.cuda.get_device_name() if device == "cuda" else f"one thread of {cpu_name()}"
-    rows = list(measure_all(torch.device(device), elements, repeats))
+    where, hardware = choose_device(device)
+    rows = list(measure_all(where, elements, repeats))
     console = Console()
     console.print(select_table(rows, f"Selections, {elements} elements; times on {hardware}"))
     if csv_file is not None:

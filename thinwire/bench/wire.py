@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.bench.measure import choose_device, time_ms, to_csv
 from thinwire.bench.payloads import Fuzzed, fuzz, make_flags, make_picks, make_table
 from thinwire.errors import UsageError
 from thinwire.observe.files import write_text
-from thinwire.observe.provenance import cpu_name, describe_origin
 from thinwire.select.base import Picks
 from thinwire.select.rows import RowTable, keep_count
 from thinwire.wire.codec import Codec
@@ -110,19 +106,6 @@ def measure(
     }
 
 
-def time_ms(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median wall time of one call, the device's work included."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - start))
-    # The first call builds tables that later calls reuse.
-    return statistics.median(times[1:])
-
-
 def measure_all(device: torch.device, repeats: int) -> Iterator[WireRow]:
     """Every shape, density and format."""
     shapes = [(max(1, ELEMENTS_OF_ROWS // length), length) for length in ROW_LENGTHS]
@@ -182,26 +165,6 @@ def _cells(row: WireRow) -> list[str]:
     ]
 
 
-def to_csv(rows: Sequence[WireRow], hardware: str) -> str:
-    """The rows with date, versions, hardware and commit on each, so that files can be joined."""
-    origin = describe_origin()
-    where = {
-        "date": origin["date"],
-        "commit": origin["commit"],
-        "thinwire": origin["versions"]["thinwire"],
-        "torch": origin["versions"]["torch"],
-        "hardware": hardware,
-    }
-    text = io.StringIO()
-    names = [field.name for field in fields(WireRow)]
-    writer = csv.DictWriter(text, [*names, *where], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()}
-        writer.writerow({**rounded, **where})
-    return text.getvalue()
-
-
 def report_fuzz(result: Fuzzed) -> str:
     return (
         f"{result.payloads} spoiled payloads in {result.seconds:.0f} s: {result.refused} refused, "
@@ -224,19 +187,13 @@ def bench_wire(
 
     thinwire bench wire --csv benchmarks/wire-cpu.csv
     """
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"--device is {device!r}; it must be cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device is 'cuda', but torch finds no CUDA device here; use cpu")
     if repeats < 1:
         raise UsageError(f"--repeats is {repeats}; it must be at least 1")
-    torch.set_num_threads(1)
+    where, hardware = choose_device(device)
     console = Console()
     if fuzz_payloads > 0:
         console.print(report_fuzz(fuzz(fuzz_payloads, seed=seed)))
         return
-    where = torch.device(device)
-    hardware = torch.cuda.get_device_name() if device == "cuda" else f"one thread of {cpu_name()}"
     rows = list(measure_all(where, repeats))
     console.print(wire_table(rows, f"Bits per entry; times on {hardware}"))
     if csv_file is not None:

@@ -1,0 +1,60 @@
+"""What the micro-benchmarks share: where they run, how a call is timed, how rows become CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+
+from thinwire.errors import UsageError
+from thinwire.observe.provenance import cpu_name, describe_origin
+
+
+def choose_device(name: str) -> tuple[torch.device, str]:
+    """The device of that name and what it is called in a table; CPU times are those of one thread."""
+    if name not in ("cpu", "cuda"):
+        raise UsageError(f"--device is {name!r}; it must be cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device is 'cuda', but torch finds no CUDA device here; use cpu")
+    torch.set_num_threads(1)
+    hardware = torch.cuda.get_device_name() if name == "cuda" else f"one thread of {cpu_name()}"
+    return torch.device(name), hardware
+
+
+def time_ms(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median wall time of one call, the device's work included."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    # The first call builds tables that later calls reuse.
+    return statistics.median(times[1:])
+
+
+def to_csv(rows: Sequence[Any], hardware: str) -> str:
+    """Dataclass rows with date, versions, hardware and commit on each, so that files can be joined."""
+    origin = describe_origin()
+    where = {
+        "date": origin["date"],
+        "commit": origin["commit"],
+        "thinwire": origin["versions"]["thinwire"],
+        "torch": origin["versions"]["torch"],
+        "hardware": hardware,
+    }
+    text = io.StringIO()
+    names = [field.name for field in fields(rows[0])]
+    writer = csv.DictWriter(text, [*names, *where], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()}
+        writer.writerow({**rounded, **where})
+    return text.getvalue()
