@@ -31,10 +31,12 @@ def residuals(handle: tw.Handle) -> dict[str, Tensor]:
     return {row.info.name: handle.residual(row.info.name) for row in handle.plan() if not row.dense}
 
 
-def resume_job(rank: int, world: int, adapter: str, folder: str, bucket_kb: float) -> bool:
+def resume_job(
+    rank: int, world: int, adapter: str, folder: str, bucket_kb: float, method: Any = None
+) -> bool:
     """Whether training, stopping and resuming gives the bits of training through."""
     data = list(batches(rank, 8))
-    model, module, optimizer, handle = build(adapter, deterministic=True)
+    model, module, optimizer, handle = build(adapter, method, deterministic=True)
     train(module, optimizer, iter(data[:4]))
     path = Path(folder) / f"{rank}.pt"
     state = {
@@ -47,7 +49,9 @@ def resume_job(rank: int, world: int, adapter: str, folder: str, bucket_kb: floa
     through, held = fingerprint(model), residuals(handle)
     handle.close()
 
-    model, module, optimizer, handle = build(adapter, deterministic=True, bucket_kb=bucket_kb)
+    model, module, optimizer, handle = build(
+        adapter, method, deterministic=True, bucket_kb=bucket_kb
+    )
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -66,8 +70,15 @@ def test_resume_is_bit_exact_when_deterministic(pools, tmp_path, adapter, bucket
     assert all(pools(3).run(resume_job, adapter, str(tmp_path), bucket_kb))
 
 
-def save_job(rank: int, world: int, folder: str) -> None:
-    _, module, optimizer, handle = build("ddp")
+@pytest.mark.parametrize(
+    "method", [tw.PowerSGD(rank=2), tw.ACPSGD(rank=2)], ids=lambda method: type(method).__name__
+)
+def test_resume_of_low_rank_methods_is_bit_exact_with_other_buckets(pools, tmp_path, method):
+    assert all(pools(3).run(resume_job, "optimizer", str(tmp_path), 4.0, method))
+
+
+def save_job(rank: int, world: int, adapter: str, folder: str) -> None:
+    _, module, optimizer, handle = build(adapter)
     states = sorted(Path(folder).glob("rank*.pt"))
     if states:
         handle.load_state_dict(
@@ -82,10 +93,10 @@ def save_job(rank: int, world: int, folder: str) -> None:
     handle.close()
 
 
-def change_world_job(rank: int, world: int, folder: str) -> None:
+def change_world_job(rank: int, world: int, adapter: str, folder: str) -> None:
     states = [torch.load(path, weights_only=True) for path in sorted(Path(folder).glob("rank*.pt"))]
     saved = len(states)
-    _, module, optimizer, handle = build("ddp")
+    _, module, optimizer, handle = build(adapter)
     with pytest.raises(tw.UsageError, match=f"saved with {saved} ranks and there are {world}"):
         handle.load_state_dict(states)
     with pytest.raises(tw.UsageError, match="needs the states of all"):
@@ -103,11 +114,12 @@ def change_world_job(rank: int, world: int, folder: str) -> None:
     handle.close()
 
 
-def test_world_size_4_to_2_to_3_keeps_the_mean_or_starts_empty(pools, tmp_path):
-    pools(4).run(save_job, str(tmp_path))
-    pools(2).run(change_world_job, str(tmp_path))
-    pools(2).run(save_job, str(tmp_path))
-    pools(3).run(change_world_job, str(tmp_path))
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_world_size_4_to_2_to_3_keeps_the_mean_or_starts_empty(pools, tmp_path, adapter):
+    pools(4).run(save_job, adapter, str(tmp_path))
+    pools(2).run(change_world_job, adapter, str(tmp_path))
+    pools(2).run(save_job, adapter, str(tmp_path))
+    pools(3).run(change_world_job, adapter, str(tmp_path))
 
 
 def other_rank_job(rank: int, world: int) -> None:
@@ -135,8 +147,8 @@ def test_state_of_another_rank_or_model_is_refused_and_changes_nothing(pools):
     pools(2).run(other_rank_job)
 
 
-def distributed_save_job(rank: int, world: int, folder: str) -> dict[str, Tensor]:
-    _, module, optimizer, handle = build("ddp")
+def distributed_save_job(rank: int, world: int, adapter: str, folder: str) -> dict[str, Tensor]:
+    _, module, optimizer, handle = build(adapter)
     train(module, optimizer, batches(rank, 3))
     held = residuals(handle)
     dcp.save({"thinwire": handle, "epoch": 7}, checkpoint_id=folder)
@@ -144,7 +156,7 @@ def distributed_save_job(rank: int, world: int, folder: str) -> dict[str, Tensor
     dcp.load({"thinwire": handle}, checkpoint_id=folder)
     assert all(torch.equal(handle.residual(name), held[name]) for name in held)
     assert handle.stats().steps == 3
-    _, _, _, fresh = build("ddp")
+    _, _, _, fresh = build(adapter)
     fresh.load_checkpoint(folder)
     assert all(torch.equal(fresh.residual(name), held[name]) for name in held)
     assert fresh.state_dict()["ranks"][f"rank{rank}"]["steps"]["6.weight"] == 3
@@ -153,8 +165,10 @@ def distributed_save_job(rank: int, world: int, folder: str) -> dict[str, Tensor
     return {name: values.numpy() for name, values in held.items()}
 
 
-def distributed_load_job(rank: int, world: int, folder: str, means: dict[str, Any]) -> None:
-    _, module, optimizer, handle = build("ddp")
+def distributed_load_job(
+    rank: int, world: int, adapter: str, folder: str, means: dict[str, Any]
+) -> None:
+    _, module, optimizer, handle = build(adapter)
     with pytest.raises(tw.UsageError, match="on_world_change"):
         handle.load_checkpoint(folder)
     handle.load_checkpoint(folder, on_world_change="mean")
@@ -167,11 +181,12 @@ def distributed_load_job(rank: int, world: int, folder: str, means: dict[str, An
     handle.close()
 
 
-def test_distributed_checkpoint_keeps_every_ranks_own_residual(pools, tmp_path):
-    helds = pools(3).run(distributed_save_job, str(tmp_path))
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_distributed_checkpoint_keeps_every_ranks_own_residual(pools, tmp_path, adapter):
+    helds = pools(3).run(distributed_save_job, adapter, str(tmp_path))
     assert any((helds[0][name] != helds[1][name]).any() for name in helds[0])
     means = {name: sum(h[name].astype("float64") for h in helds) / 3 for name in helds[0]}
-    pools(2).run(distributed_load_job, str(tmp_path), means)
+    pools(2).run(distributed_load_job, adapter, str(tmp_path), means)
 
 
 def pending_flush_job(rank: int, world: int, folder: str) -> None:
