@@ -8,16 +8,25 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from thinwire.bench.rows import OK, Row, read_rows
 from thinwire.bench.step_report import name_method
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/methods.md",
+    "docs/adtopk.md",
+    "docs/training.md",
+)
+MAIN_JOB = ("dense", "topk", "adtopk")
+ADTOPK = (*MAIN_JOB, "adtopk-interleave", "adtopk-threshold")
 MARK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 
@@ -44,7 +53,30 @@ def _cell(rows: list[Row], rate: str, method: str, model: str) -> str:
     return "not measured"
 
 
-TABLES: dict[str, Callable[[], str]] = {"step": step_table}
+def digits_table(methods: Sequence[str] | None = None) -> str:
+    """What `thinwire compare digits` found, for some methods or all. Times are left out: the machine was busy."""
+    summary = json.loads((ROOT / "benchmarks/results/digits/summary.json").read_text())
+    table = [
+        "| method | density asked | density sent | test accuracy | MB per step dense | MB per step sent | ratio | replicas identical |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in summary["rows"]:
+        if methods is None or row["method"] in methods:
+            asked = "" if row["asked_density"] is None else f"{row['asked_density']:.0%}"
+            table.append(
+                f"| {row['method']} | {asked} | {row['density']:.2%} | {row['score']:.1%} "
+                f"| {row['dense_bytes_per_step'] / 1e6:.3f} | {row['wire_bytes_per_step'] / 1e6:.4f} "
+                f"| {row['ratio']:.0f}x | {'yes' if row['replicas_identical'] else 'NO'} |"
+            )
+    return "\n".join(table) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "step": step_table,
+    "digits": digits_table,
+    "digits-main": lambda: digits_table(MAIN_JOB),
+    "digits-adtopk": lambda: digits_table(ADTOPK),
+}
 
 
 def fill(page: str) -> str:
