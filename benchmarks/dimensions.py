@@ -45,7 +45,9 @@ def main(path: str) -> None:
     plot_dimensions(history, path)
     for name, last in history[-1].items():
         shares = [stats[name].empty_global / stats[name].rows for stats in history]
-        print(f"{name:24} {last.rows:5} rows, left out by global top-k: {sum(shares) / len(shares):.0%}")
+        print(
+            f"{name:24} {last.rows:5} rows, left out by global top-k: {sum(shares) / len(shares):.0%}"
+        )
 
 
 if __name__ == "__main__":
