@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.exchange.base import Exchange, Offer, Outcome
 from thinwire.exchange.dense import dense_mean
 from thinwire.exchange.requests import AllReduce, Place, Program
-from thinwire.layout import ParameterInfo
+from thinwire.layout import ParameterInfo, Shard, Slot
 from thinwire.memory.account import Account
 from thinwire.memory.base import Memory, MemoryState
 from thinwire.plan.groups import Group
@@ -70,6 +70,10 @@ class Compressor(ABC):
 
     def expect(self, info: ParameterInfo, device: torch.device) -> None:  # noqa: B027
         """Learn of a parameter before its first step: its state may be asked for earlier."""
+
+    def shard(self, slot: Slot, place: Place) -> Shard:
+        """The part of a parameter of which this rank holds back what is not sent."""
+        return Shard(slot.shape)
 
     def state_dict(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """What must survive a restart beside the memory, per parameter name, for all `names`."""
@@ -148,6 +152,9 @@ class SparseCompressor(Compressor):
             steps=step.steps,
             deterministic=step.deterministic,
             pick_rows=pick_rows,
+            usual_rows=lambda: [
+                self.session.selector.rows(slot, None) for slot in step.group.slots
+            ],
         )
         known = self.session.selector.has_exact_count and not self.exchange.exchange.sums_on_the_way
         entries = [rows.entries for rows in codec.table.rows] if known else None
@@ -182,6 +189,9 @@ class SparseCompressor(Compressor):
             + rows.entries * entry_bits(self.values.bits, self.indices.bits(rows), place.world) / 8
             for rows in codec.table.rows
         ]
+
+    def shard(self, slot: Slot, place: Place) -> Shard:
+        return self.exchange.exchange.shard(self.session.selector.rows(slot, None), place)
 
     def forget_group(self, group: Group) -> None:
         """Drop tables of a bucketing that is gone."""

@@ -17,7 +17,7 @@ from thinwire.errors import UsageError
 from thinwire.exchange.drivers import StreamDriver, ThreadDriver
 from thinwire.exchange.hierarchy import join_hosts
 from thinwire.exchange.network import Network, agree, private_group
-from thinwire.layout import ParameterInfo
+from thinwire.layout import ParameterInfo, Shard
 from thinwire.methods.base import Method, SparseMethod
 from thinwire.observe.ledger import Ledger
 from thinwire.observe.stats import Stats, Tally
@@ -116,14 +116,30 @@ class Handle:
         return PlanReport(tuple(a.plan for a in assignments.values()), notes)
 
     def residual(self, name: str) -> Tensor:
-        """What is held back of a parameter on this rank, in its shape; zeros if nothing is."""
-        if name not in self._infos:
-            raise UsageError(f"name is {name!r}; the handle knows {_some(self._infos)}")
+        """What is held back of a parameter on this rank, in its shape; zeros if nothing is.
+
+        Under `tw.Hierarchical` it is this rank's shard only; `shard(name)` says which part that is. What a switch or a
+        change of the world left on this rank outside the shard goes to its owner in the next step, and is in
+        `state_dict()` until then.
+        """
+        shard = self.shard(name)
         self.pipeline.settle()
         held = self.pipeline.roster.held(name, "residual")
         if held is None:
-            held = torch.zeros(self._infos[name].shape, device=self.pipeline.device)
-        return held
+            return torch.zeros(shard.shape, device=self.pipeline.device)
+        if shard.size is None:
+            return held
+        slot = self._infos[name].slot(0)
+        flat = held.new_empty(slot.numel)
+        slot.view(flat).copy_(held)
+        return slot.part(flat, shard).clone()
+
+    def shard(self, name: str) -> Shard:
+        """Which part of a parameter `residual(name)` holds: dimension, offset and size; the whole unless sharded."""
+        if name not in self._infos:
+            raise UsageError(f"name is {name!r}; the handle knows {_some(self._infos)}")
+        compressor = self.pipeline.roster.assignments[name].compressor
+        return compressor.shard(self._infos[name].slot(0), self.pipeline.driver.place)
 
     # -- changing it -------------------------------------------------------------------------------------------
 

@@ -34,8 +34,21 @@ class Shard:
 
     full_shape: tuple[int, ...]
     dim: int | None = None
+    """The dimension that was cut; None = none was, and a part is a run of elements in memory order."""
     offset: int = 0
+    """Where the part begins along `dim`, or in memory order."""
     padding: int = 0
+    size: int | None = None
+    """How much of `dim`, or how many elements, the part has; None = all."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The part's own shape."""
+        if self.size is None:
+            return self.full_shape
+        if self.dim is None:
+            return (self.size,)
+        return (*self.full_shape[: self.dim], self.size, *self.full_shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,14 @@ class Slot:
     def span(self, flat: Tensor) -> Tensor:
         """The same elements as one contiguous 1-D piece, in memory order."""
         return flat[self.offset : self.offset + self.numel]
+
+    def part(self, flat: Tensor, shard: Shard) -> Tensor:
+        """A shard of this whole parameter in `flat`: a view in logical shape, or a run in memory order."""
+        if shard.size is None:
+            return self.view(flat)
+        if shard.dim is None:
+            return self.span(flat)[shard.offset : shard.offset + shard.size]
+        return self.view(flat).narrow(shard.dim, shard.offset, shard.size)
 
     def at(self, offset: int) -> Slot:
         """The same parameter placed elsewhere."""

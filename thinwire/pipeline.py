@@ -6,7 +6,7 @@ future of the same buffer holding the mean update:
 1. settle the previous step if this bucket begins a new one;
 2. look at the gradient: is it finite, did each slot get one at all;
 3. open every group of the bucket with its compressor (memory, selection, encoding happen here);
-4. run the groups' exchanges side by side;
+4. run the groups' exchanges side by side, sums of one round in one buffer;
 5. deliver the updates, or NaN to every rank if the step is bad.
 """
 
@@ -103,11 +103,14 @@ class Pipeline:
 
     def _open(self, bucket: Bucket) -> Program[Tensor]:
         names = [slot.name for slot in bucket.layout.slots]
+        if not names:
+            return return_untouched(bucket)
         if self._book.settled or not self._book.seen.isdisjoint(names):
             self.end_step()
         if not self._book.seen:
             self._follow_schedule(self.step)
-        self.step += not self._book.seen
+            self.step += 1
+            self.tally.steps += 1
         self._book.seen.update(names)
         self._book.buckets += 1
         groups = self._groups_of(bucket.layout)
@@ -257,3 +260,9 @@ class Pipeline:
             for compressor, group in self._groups.pop(layout):
                 if isinstance(compressor, SparseCompressor):
                     compressor.forget_group(group)
+
+
+def return_untouched(bucket: Bucket) -> Program[Tensor]:
+    """For a bucket of parameters that were all frozen at attach: it belongs to no step and would miscount them."""
+    yield from ()
+    return bucket.flat

@@ -423,3 +423,22 @@ def broken_encode(self: Codec, picks: Any, flags: Any) -> Any:
 
 def test_error_inside_the_hook_ends_backward_and_the_next_step_works(pools):
     pools(2).run(error_job)
+
+
+def frozen_bucket_job(rank: int, world: int) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    ddp = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=0.001)
+    model[1].requires_grad_(False)
+    handle = tw.attach(ddp, sparse("fp32"))
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(torch.randn(4, 32)).sum().backward()
+        if rank == 0:
+            # Reading ends a step; nothing may depend on who reads.
+            handle.stats()
+        assert handle.pipeline.step == step + 1
+    handle.close()
+
+
+def test_a_bucket_of_parameters_frozen_before_attach_is_no_step_of_its_own(pools):
+    pools(3).run(frozen_bucket_job)

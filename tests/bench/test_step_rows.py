@@ -11,15 +11,22 @@ import typer
 from typer.testing import CliRunner
 
 from tests.bench.step_rows import ORIGIN, fake_row
-from thinwire.bench.anchors import ANCHORS
+from thinwire.bench.anchors import ANCHORS, build_step_method
 from thinwire.bench.plots import draw_plots, split_step
 from thinwire.bench.rows import COLUMNS, RowBook, make_failed_row, read_rows
 from thinwire.bench.step import explain, run_cells
 from thinwire.bench.step_cell import StepCell, plan_cell, plan_grid
 from thinwire.bench.step_command import bench_step, choose_place
 from thinwire.bench.step_places import Attempt, LocalPlace, Place
-from thinwire.bench.step_suite import BUCKETS_MB, RANKS, plan_acpsgd
+from thinwire.bench.step_suite import (
+    ACPSGD_METHODS,
+    BUCKETS_MB,
+    RANKS,
+    missing_methods,
+    plan_acpsgd,
+)
 from thinwire.errors import UsageError
+from thinwire.methods.powersgd import PowerSGD
 
 
 class NoPlace(Place):
@@ -54,6 +61,8 @@ def test_the_grid_has_each_cell_once_and_what_sends_nothing_for_no_rate() -> Non
 def test_a_row_tells_more_than_its_setting_only_where_the_method_takes_it() -> None:
     assert plan_cell("small", "ddp-powersgd").rank == 4
     assert plan_cell("small", "ddp-powersgd", rank=8, density=0.5).density is None
+    assert plan_cell("small", "acpsgd").rank == 4
+    assert build_step_method("powersgd", 0.5, 8) == PowerSGD(rank=8)
     assert plan_cell("small", "adtopk", rank=8, density=0.5).key != plan_cell("small", "adtopk").key
 
 
@@ -79,7 +88,10 @@ def test_the_suite_is_the_papers_matrix_and_can_run_on_another_model() -> None:
     cells = plan_acpsgd(workers=8)
     assert {cell.model for cell in cells} == {"resnet50", "resnet152", "bert-base", "bert-large"}
     assert {cell.bucket_mb for cell in cells} == {None, *map(float, BUCKETS_MB)}
-    assert {cell.rank for cell in cells if cell.method == "ddp-powersgd"} == set(RANKS)
+    assert missing_methods() == []
+    assert {cell.method for cell in cells} == set(ACPSGD_METHODS)
+    for method in ("ddp-powersgd", "powersgd", "acpsgd"):
+        assert {cell.rank for cell in cells if cell.method == method} == set(RANKS)
     assert {cell.workers for cell in cells} == {2, 4, 8}
     assert {cell.rate for cell in cells} == {"any", "10gbit", "1gbit", "unshaped"}
     small = plan_acpsgd(workers=2, rates=["local"], model="small")

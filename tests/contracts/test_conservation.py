@@ -14,6 +14,10 @@ METHODS = {
     "adtopk": lambda values: sparse(values),
     "topk": lambda values: tw.TopK(density=0.05, values=values, dense_fallback=False),
 }
+LOW_RANK = {
+    "powersgd": lambda wire: tw.PowerSGD(rank=2, wire=wire, dense_fallback=False),
+    "acpsgd": lambda wire: tw.ACPSGD(rank=2, wire=wire, dense_fallback=False),
+}
 REBUCKETED = [["head", "scalar"], ["linear"], ["bias", "conv"]]
 
 
@@ -41,10 +45,10 @@ def test_accepted_plus_residual_is_c_bit_for_bit_on_every_rank(name, values, dty
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
 )
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *LOW_RANK])
 def test_updates_and_residuals_of_all_ranks_add_up_to_c(name, dtype, world):
     """A bf16 or fp16 gradient rounds the update; every rank banks that rounding."""
-    cluster = Cluster(world, METHODS[name]("bf16"), dtype=dtype)
+    cluster = Cluster(world, {**METHODS, **LOW_RANK}[name]("bf16"), dtype=dtype)
     for seed in range(6):
         if seed == 2:
             cluster.buckets = REBUCKETED

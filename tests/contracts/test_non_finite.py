@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -12,14 +14,21 @@ from tests.contracts.cluster import Cluster, same_bits, sparse
 from tests.models import fingerprint
 from thinwire.errors import WireError
 from thinwire.kernels.inspection import inspect_pieces
+from thinwire.methods.base import Method
 
+METHODS = [
+    sparse("bf16"),
+    tw.PowerSGD(rank=2, dense_fallback=False),
+    tw.ACPSGD(rank=2, dense_fallback=False),
+]
 TWO_BUCKETS = [["head", "scalar", "linear"], ["bias", "conv"]]
 
 
 @pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["conv", "bias"])
-def test_one_bad_element_on_one_rank_costs_one_step_and_no_mass(poison, where):
-    cluster = Cluster(3, sparse("bf16"))
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_one_bad_element_on_one_rank_costs_one_step_and_no_mass(poison, where, method):
+    cluster = Cluster(3, method)
     cluster.buckets = TWO_BUCKETS
     cluster.step(cluster.random(0))
     before = [cluster.residuals(rank) for rank in range(3)]
@@ -167,16 +176,14 @@ def two_layers() -> nn.Sequential:
 WATCHED = ("0.weight", "2.weight")
 
 
-def scaler_job(rank: int, world: int, adapter: str, overflow: str) -> tuple:
+def scaler_job(rank: int, world: int, adapter: str, overflow: str, method: Method) -> tuple:
     """Nine steps under a scaler that grows; the fifth overflows in one element of the last layer."""
     model = two_layers()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
     plain = torch.optim.SGD(model.parameters(), lr=0.05)
     applied = []
     plain.register_step_post_hook(lambda *_: applied.append(step))
-    module, optimizer, handle = make(
-        adapter, model, plain, sparse("bf16", density=0.1), bucket_kb=4, grad_scaler=scaler
-    )
+    module, optimizer, handle = make(adapter, model, plain, method, bucket_kb=4, grad_scaler=scaler)
     generator = torch.Generator().manual_seed(rank)
     local: dict[str, torch.Tensor] = {}
     for name in WATCHED:
@@ -205,10 +212,20 @@ def scaler_job(rank: int, world: int, adapter: str, overflow: str) -> tuple:
     return fingerprint(model), applied, scales, books
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("overflow", ["one rank", "reduction"])
-def test_grad_scaler_skips_everywhere_and_loses_nothing(pools, adapter, overflow):
-    results = pools(2).run(scaler_job, adapter, overflow)
+SCALED = [
+    *itertools.product(ADAPTERS, ["one rank", "reduction"], [sparse("bf16", density=0.1)]),
+    ("optimizer", "one rank", tw.PowerSGD(rank=2)),
+    ("optimizer", "one rank", tw.ACPSGD(rank=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "overflow", "method"),
+    SCALED,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_grad_scaler_skips_everywhere_and_loses_nothing(pools, adapter, overflow, method):
+    results = pools(2).run(scaler_job, adapter, overflow, method)
     assert results[0][:3] == results[1][:3]
     _, applied, scales, _ = results[0]
     assert applied == [0, 1, 2, 3, 5, 6, 7, 8]

@@ -43,6 +43,33 @@ def replicas_job(rank: int, world: int, adapter: str) -> list[str]:
     return prints
 
 
+def low_rank_job(rank: int, world: int, adapter: str) -> list[str]:
+    """Both low-rank methods in one model, their dense parts in the same buckets."""
+    torch.manual_seed(rank)
+    model = make_cnn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    method = tw.PowerSGD(rank=2, min_compression_rate=1.0)
+    policy = [tw.rule("6.*", method=tw.ACPSGD(rank=2))]
+    module, optimizer, handle = make(adapter, model, optimizer, method, policy=policy)
+    assert sum(not row.dense for row in handle.plan()) >= 3
+    prints: list[str] = []
+    train(
+        module,
+        optimizer,
+        batches(rank, 40),
+        lambda _: prints.append(hashlib.sha1(fingerprint(model)).hexdigest()),
+    )
+    handle.close()
+    return prints
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_replicas_of_low_rank_methods_are_bit_identical_after_each_step(pools, adapter):
+    results = pools(3).run(low_rank_job, adapter)
+    assert len(set(results[0])) == 40, "the parameters must move"
+    assert all(result == results[0] for result in results)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_replicas_are_bit_identical_after_each_of_200_steps(pools, adapter, world):

@@ -7,7 +7,7 @@ import torch
 
 import thinwire as tw
 from tests.contracts.adapters import ADAPTERS, make
-from tests.contracts.cluster import sparse
+from tests.contracts.cluster import Cluster, sparse
 from tests.models import batches, make_cnn, train
 
 
@@ -56,3 +56,34 @@ def alone_job(rank: int, world: int) -> None:
 
 def test_alone_nothing_travels_and_every_entry_is_counted(pools):
     pools(1).run(alone_job)
+
+
+def resumed_job(rank: int, world: int) -> None:
+    model = make_cnn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    module, optimizer, handle = make("ddp", model, optimizer, sparse())
+    train(module, optimizer, batches(rank, 2))
+    per_step, state = handle.stats().wire_bytes_per_step, handle.state_dict()
+    handle.close()
+    again = tw.attach(module, sparse())
+    again.load_state_dict(state)
+    train(module, optimizer, batches(rank, 1))
+    stats = again.stats()
+    assert (stats.steps, stats.counted_steps) == (3, 1)
+    assert stats.wire_bytes_per_step == pytest.approx(per_step, rel=0.02)
+    again.close()
+
+
+def test_bytes_per_step_are_those_of_the_counted_steps_after_a_resume(pools):
+    pools(3).run(resumed_job)
+
+
+def test_counts_do_not_pile_up_while_buckets_and_densities_change():
+    cluster = Cluster(2, tw.GaussianK(density=0.05, dense_fallback=False))
+    for step in range(6):
+        cluster._layouts.clear()
+        cluster.switch(tw.GaussianK(density=0.05 + 0.01 * step, dense_fallback=False))
+        cluster.step(cluster.random(step))
+    tally = cluster.pipelines[0].tally
+    assert len(tally._uncounted) == 1
+    assert tally.stats(6, 0).parameters["linear"].exchanges == 6

@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+import typer
+from typer.testing import CliRunner
 
+from thinwire.bench.exchange import bench_exchange
 from thinwire.bench.lowrank import (
     PAPER_RANKS,
     format_rows,
@@ -43,6 +46,7 @@ def table_job(rank: int, world: int) -> str:
     rows = measure_lowrank(
         "toy", rank=4, group=group, device=torch.device("cpu"), repeats=2, shapes=shapes
     )
+    assert {row.workers for row in rows} == {world}
     assert [row.sends for row in rows] == ["dense", "P", "Q"]
     assert [row.bytes for row in rows] == [4 * 6720, 4 * (256 + 64 + 128), 4 * (128 + 64 + 576)]
     assert all(row.per_tensor_ms > 0 and row.fused_ms > 0 for row in rows)
@@ -53,6 +57,33 @@ def test_the_table_is_the_same_on_all_ranks(pools):
     tables = pools(3).run(table_job)
     assert len(set(tables)) == 1
     assert "tensor by tensor ms" in tables[0]
+
+
+def command(*options: str):
+    app = typer.Typer()
+    app.command()(bench_exchange)
+    return CliRunner().invoke(app, ["--lowrank", *options])
+
+
+def test_the_command_prints_and_writes_the_rows_of_the_papers_ranks(monkeypatch, tmp_path):
+    asked = []
+
+    def run(job, ranks, names, rank, repeats):
+        asked.append((ranks, names, rank, repeats))
+        row = {"workers": ranks, "rank": rank or PAPER_RANKS[names[0]], "sends": "P", "tensors": 3}
+        times = {"bytes": 2**20, "per_tensor_ms": 7.0, "fused_ms": 2.0}
+        return [{"model": name, **row, **times} for name in names]
+
+    monkeypatch.setattr("thinwire.bench.lowrank.run_ranks", run)
+    result = command("--models", "bert-base", "--ranks", "3", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert asked == [(3, ["bert-base"], None, 10)]
+    line = result.output.splitlines()[1].split()
+    assert line == ["bert-base", "3", "32", "P", "3", "1.00", "7.00", "2.00"]
+    assert (tmp_path / "rows.csv").read_text().startswith("model,workers,rank,sends")
+    assert (tmp_path / "rows.json").exists()
+    assert isinstance(command("--models", "vgg").exception, UsageError)
+    assert isinstance(command("--rank", "0").exception, UsageError)
 
 
 def test_unknown_models_are_refused():

@@ -159,3 +159,17 @@ def test_rule_setting_the_method_does_not_have_is_refused():
 def test_dense_refuses_dtypes_that_are_no_wire_format(dtype):
     with pytest.raises(tw.UsageError, match="dtype is"):
         tw.Dense(dtype=dtype)
+
+
+def test_sending_everything_goes_dense_even_where_narrow_values_would_pay():
+    plan = plan_with(method=tw.TopK(density=1.0, values="int4"), world=1)
+    assert plan["attention.weight"].dense
+    assert plan["attention.weight"].reason == "would send all of its entries"
+
+
+def test_a_density_below_one_entry_is_raised_to_one_and_says_so():
+    tiny = plan_with(method=tw.TopK(density=1e-6))["attention.weight"]
+    assert tiny.action == "TopK: 1 of 4096 in each of 1 whole tensor (0.02%), raised to one entry"
+    rows = plan_with(method=tw.ADTopK(density=0.001))["attention.weight"]
+    assert rows.action.endswith("raised to one entry in each")
+    assert "raised" not in plan_with(method=tw.TopK(density=0.01))["attention.weight"].action

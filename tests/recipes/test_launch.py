@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -39,7 +40,8 @@ def test_train_digits_for_one_epoch(tmp_path: Path, capsys: pytest.CaptureFixtur
     out = tmp_path / "run"
     handlers = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
     command = "train digits --method adtopk --density 0.02 --workers 2 --epochs 1 --lr 0.1"
-    assert main([*command.split(), "--out", str(out)]) == 0
+    ledger = tmp_path / "traffic.csv"
+    assert main([*command.split(), "--out", str(out), "--ledger", str(ledger)]) == 0
     shown = capsys.readouterr()
     assert "adtopk: step 22/22" in shown.out
     assert "digits, 2 workers, 151,306 parameters" in shown.out
@@ -64,6 +66,11 @@ def test_train_digits_for_one_epoch(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [record["step"] for record in steps] == list(range(1, 23))
     assert sum(record["wire_bytes"] for record in steps) == 22 * row["wire_bytes_per_step"]
     assert all(record["ms"] > 0 and record["loss"] > 0 for record in steps)
+
+    lines = list(csv.DictReader(ledger.open()))
+    assert {(line["run"], line["rank"]) for line in lines} == {("adtopk", "0"), ("adtopk", "1")}
+    first = [int(line["sent_bytes"]) for line in lines if line["rank"] == "0"]
+    assert sum(first) == 22 * row["wire_bytes_per_step"]
     assert handlers == [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
 
 

@@ -67,7 +67,7 @@ def train_twice(rank: int, world: int) -> list[Row]:
     data = TINY.load()
     methods = {"dense": tw.Dense(), "adtopk": tw.ADTopK(density=0.1, dense_fallback=False)}
     rows = [
-        train(TINY, data, TINY.training, name, method, NoMetrics())
+        train(TINY, data, TINY.training, name, method, NoMetrics(), [])
         for name, method in methods.items()
     ]
     dist.barrier()

@@ -11,7 +11,6 @@ A method of thinwire's registry is attached instead.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,10 +62,7 @@ def build_step_method(name: str, density: float | None, rank: int | None) -> Met
             f"method is {name!r}; it must be one of {', '.join(METHODS)} or an anchor "
             f"({', '.join(ANCHORS)})"
         )
-    method = build_method(name, MethodOptions(density=density))
-    if rank is not None and METHODS[name].takes("rank"):
-        return dataclasses.replace(method, rank=rank)  # type: ignore[call-arg]
-    return method
+    return build_method(name, MethodOptions(density=density, rank=rank))
 
 
 def install(

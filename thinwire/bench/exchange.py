@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 from collections.abc import Sequence
@@ -13,11 +14,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.bench.exchange_cases import CASES, find_cases
+from thinwire.bench.exchange_cases import CASES, find_cases, run_name
 from thinwire.bench.exchange_group import measure_group
+from thinwire.bench.exchange_phases import draw_phases
 from thinwire.bench.exchange_virtual import measure_virtual
+from thinwire.bench.lowrank import SHAPES, LowRankRow, format_rows, measure_models
 from thinwire.errors import UsageError
 from thinwire.observe.files import write_text
+from thinwire.observe.ledger import Line, check_ledger_path, ledger_lines, write_lines
 from thinwire.observe.provenance import describe_origin
 from thinwire.validate import check_density
 
@@ -33,6 +37,21 @@ _Density = Annotated[float, typer.Option(help="Fraction kept.")]
 _Values = Annotated[str, typer.Option(help="Value code: fp32, bf16 or fp16.")]
 _Iters = Annotated[int, typer.Option(help="Steps to measure.")]
 _Out = Annotated[Path | None, typer.Option(help="Folder for rows as CSV and JSON, and a plot.")]
+_Ledger = Annotated[
+    Path | None,
+    typer.Option("--ledger", help="Traffic per rank, method and phase, as CSV.", metavar="FILE"),
+]
+_Phases = Annotated[
+    int, typer.Option(help="Only draw who sends what in which phase, on so many virtual ranks.")
+]
+_LowRank = Annotated[
+    bool,
+    typer.Option("--lowrank", help="Time what --models send: dense, as factors P, as factors Q."),
+]
+_Models = Annotated[str, typer.Option(help=f"With --lowrank: some of {', '.join(SHAPES)}.")]
+_Rank = Annotated[
+    int | None, typer.Option(help="With --lowrank: columns of the factors; else the paper's.")
+]
 
 
 def bench_exchange(
@@ -44,26 +63,49 @@ def bench_exchange(
     values: _Values = "fp32",
     iters: _Iters = 10,
     out: _Out = None,
+    ledger: _Ledger = None,
+    phases: _Phases = 0,
+    lowrank: _LowRank = False,
+    models: _Models = "resnet50",
+    rank: _Rank = None,
 ) -> None:
     """Compare exchanges: time, bandwidth and bytes as in nccl-tests, or words per rank against P.
 
     Example: thinwire bench exchange --virtual 4,16,64,256 --count 262144 --out words
     """
+    if lowrank:
+        show_lowrank(measure_models(models, ranks, rank, iters), out)
+        return
     check_density("density", density)
     find_cases(methods)
     sizes = parse_numbers("count", count)
+    if ledger is not None:
+        check_ledger_path(ledger)
     console = Console()
+    if phases:
+        console.print(f"wrote {draw_all_phases(phases, sizes, density, out)}")
+        return
     if virtual:
-        rows = count_words(
-            methods, parse_numbers("virtual", virtual), sizes, density, values, iters
-        )
+        worlds = parse_numbers("virtual", virtual)
+        rows, lines = count_words(methods, worlds, sizes, density, values, iters)
+        if ledger is not None:
+            write_lines(ledger, lines)
         console.print(words_table(rows))
     else:
-        rows = measure_group(methods, ranks, sizes, density, values, iters)
+        rows = measure_group(methods, ranks, sizes, density, values, iters, ledger)
         console.print(time_table(rows))
     if out is not None and rows:
         for path in write_rows(rows, out, plot=bool(virtual)):
             console.print(f"wrote {path}")
+
+
+def show_lowrank(rows: Sequence[LowRankRow], out: Path | None) -> None:
+    """Rows come to the first rank only."""
+    if rows:
+        typer.echo(format_rows(rows))
+    if rows and out is not None:
+        for path in write_rows([dataclasses.asdict(row) for row in rows], out, plot=False):
+            typer.echo(f"wrote {path}")
 
 
 def parse_numbers(field: str, text: str) -> list[int]:
@@ -84,13 +126,28 @@ def count_words(
     density: float,
     values: str,
     steps: int,
-) -> list[Row]:
-    return [
-        measure_virtual(case, world, numel, density, values, steps)
-        for numel in sizes
-        for case in find_cases(methods)
-        for world in worlds
-    ]
+) -> tuple[list[Row], list[Line]]:
+    """(rows, the ledgers of all ranks)."""
+    rows: list[Row] = []
+    lines: list[Line] = []
+    for numel in sizes:
+        for case in find_cases(methods):
+            for world in worlds:
+                row, ledgers = measure_virtual(case, world, numel, density, values, steps)
+                rows.append(row)
+                for rank, ledger in enumerate(ledgers):
+                    lines += ledger_lines(run_name(case.name, numel, world), rank, ledger)
+    return rows, lines
+
+
+def draw_all_phases(world: int, sizes: Sequence[int], density: float, out: Path | None) -> Path:
+    """phases.png in the folder `out`."""
+    if world < 2:
+        raise UsageError(f"phases is {world}; it must be a number of ranks, 2 or more")
+    if out is None:
+        raise UsageError("phases needs a folder to draw into; give it with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    return draw_phases(world, max(sizes), density, out / "phases.png")
 
 
 def words_table(rows: Sequence[Row]) -> Table:

@@ -112,6 +112,11 @@ def find_cases(names: str) -> list[Case]:
     return [CASES[name] for name in names.split(",")]
 
 
+def run_name(case: str, numel: int, world: int) -> str:
+    """What a ledger calls the steps of one case."""
+    return f"{case} count={numel} ranks={world}"
+
+
 def make_group(numel: int, device: torch.device) -> Group:
     """`numel` elements as one parameter."""
     info = ParameterInfo("weight", (numel,), (1,), torch.float32, SlotKind.LINEAR)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,49 +10,37 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
-from thinwire.bench.exchange_cases import Case, Worker, find_cases, make_gradient, make_group
+from thinwire.bench.exchange_cases import (
+    Case,
+    Worker,
+    find_cases,
+    make_gradient,
+    make_group,
+    run_name,
+)
+from thinwire.bench.ranks import run_ranks
 from thinwire.compressor import Opened
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.network import Network
-from thinwire.observe.ledger import Ledger
+from thinwire.observe.ledger import Ledger, Line, ledger_lines, write_everybodys_lines
 
 
 def measure_group(
-    names: str, ranks: int, sizes: Sequence[int], density: float, values: str, iters: int
+    names: str,
+    ranks: int,
+    sizes: Sequence[int],
+    density: float,
+    values: str,
+    iters: int,
+    ledger: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows of rank 0. Under torchrun this process is one of the ranks; otherwise `ranks` processes are started."""
-    settings = (names, list(sizes), density, values, iters)
-    if "RANK" in os.environ:
-        return _run_rank(*settings)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_start_rank, (ranks, folder, settings), nprocs=ranks)
-        return torch.load(Path(folder) / "rows.pt", weights_only=True)
+    """Rows of rank 0, and every rank's traffic in the file `ledger`.
 
-
-def _start_rank(rank: int, world: int, folder: str, settings: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
-    )
-    rows = _measure_all(torch.device("cpu"), *settings)
-    if rank == 0:
-        torch.save(rows, Path(folder) / "rows.pt")
-    dist.destroy_process_group()
-
-
-def _run_rank(*settings: Any) -> list[dict[str, Any]]:
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else None
-    if device is not None:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rows = _measure_all(device or torch.device("cpu"), *settings)
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    return rows if rank == 0 else []
+    Under torchrun this process is one of the ranks; otherwise `ranks` processes are started.
+    """
+    return run_ranks(_measure_all, ranks, names, list(sizes), density, values, iters, ledger)
 
 
 def _measure_all(
@@ -64,22 +50,35 @@ def _measure_all(
     density: float,
     values: str,
     iters: int,
+    ledger: Path | None,
 ) -> list[dict[str, Any]]:
-    return [
-        measure_case(case, numel, density, values, iters, device)
+    traffic: list[Line] = []
+    rows = [
+        measure_case(case, numel, density, values, iters, device, traffic)
         for numel in sizes
         for case in find_cases(names)
     ]
+    if ledger is not None:
+        write_everybodys_lines(ledger, traffic)
+    return rows
 
 
 def measure_case(
-    case: Case, numel: int, density: float, values: str, iters: int, device: torch.device
+    case: Case,
+    numel: int,
+    density: float,
+    values: str,
+    iters: int,
+    device: torch.device,
+    traffic: list[Line],
 ) -> dict[str, Any]:
-    """One row in the columns of nccl-tests, and what sparse exchanges add to them."""
+    """One row in the columns of nccl-tests, and what sparse exchanges add to them.
+
+    `traffic` gets this rank's ledger of the measured steps.
+    """
     group = dist.group.WORLD
     assert group is not None
-    ledger = Ledger(dist.get_world_size(group))
-    network = Network(group, ledger)
+    network = Network(group, Ledger(dist.get_world_size(group)))
     place = network.place
     worker = Worker(case.make(density, values), make_group(numel, device), place)
     gradient = make_gradient(numel, place.rank, 0, device)
@@ -89,17 +88,18 @@ def measure_case(
     first = _timed(worker.open(gradient.clone()), network, device)
     error = float((first.update - mean).norm() / mean.norm())
     wrong = _count_wrong(first.update)
-    before = ledger.total()
+    # The first step warms up and is not counted.
+    network.ledger = Ledger(place.world)
     runs = []
     for step in range(1, iters + 1):
         gradient = make_gradient(numel, place.rank, step, device)
         dist.barrier()
         began = time.perf_counter()
         runs.append(_timed(worker.open(gradient), network, device, began))
-    after = ledger.total()
+    traffic += ledger_lines(run_name(case.name, numel, place.world), place.rank, network.ledger)
     seconds = statistics.median(run.total for run in runs)
     size = numel * gradient.element_size()
-    wire = (after.sent_bytes - before.sent_bytes) / iters
+    wire = network.ledger.sent_bytes() / iters
     dense = 2 * size * (place.world - 1) / place.world
     return {
         "method": case.name,

@@ -17,28 +17,31 @@ from thinwire.observe.ledger import Ledger, Traffic
 
 def measure_virtual(
     case: Case, world: int, numel: int, density: float, values: str, steps: int
-) -> dict[str, Any]:
-    """One row: words of the busiest rank per step, the mean over ranks, and how good the update is."""
+) -> tuple[dict[str, Any], list[Ledger]]:
+    """(row, ledger of every rank): words of the busiest rank per step, the mean over ranks, how good the update is."""
     device = torch.device("cpu")
     method = case.make(density, values)
     workers = [Worker(method, make_group(numel, device), Place(r, world)) for r in range(world)]
     k = max(1, int(numel * density))
     busiest, means, contractions = [], [], []
     traffic = Traffic()
+    books = [Ledger(world) for _ in workers]
     began = time.perf_counter()
     for step in range(steps):
         gradients = [make_gradient(numel, rank, step, device) for rank in range(world)]
-        totals, update, compensated = _step(workers, gradients)
+        ledgers, update, compensated = _step(workers, gradients)
+        totals = [ledger.total() for ledger in ledgers]
         both = case.both_ways
         words = [(t.payload_bytes + (t.received_bytes if both else 0)) / WORD for t in totals]
         busiest.append(max(words))
         means.append(sum(words) / world)
         contractions.append(contraction(update, compensated, k))
-        for total in totals:
+        for book, ledger, total in zip(books, ledgers, totals, strict=True):
+            book.include(ledger)
             traffic.add(total)
     sent = max(1, traffic.sent_bytes)
     formula = case.words(k, numel, world)
-    return {
+    row = {
         "method": case.name,
         "ranks": world,
         "count": numel,
@@ -58,6 +61,7 @@ def measure_virtual(
         "contraction": sum(contractions[steps // 2 :]) / len(contractions[steps // 2 :]),
         "seconds": time.perf_counter() - began,
     }
+    return row, books
 
 
 def contraction(update: Tensor, compensated: Tensor, k: int) -> float:
@@ -71,8 +75,8 @@ def contraction(update: Tensor, compensated: Tensor, k: int) -> float:
 
 def _step(
     workers: Sequence[Worker], gradients: Sequence[Tensor]
-) -> tuple[list[Traffic], Tensor, Tensor]:
-    """(traffic per rank, update, mean of what the memories handed to selection)."""
+) -> tuple[list[Ledger], Tensor, Tensor]:
+    """(ledger of each rank, update, mean of what the memories handed to selection)."""
     opened = [w.open(g.clone()) for w, g in zip(workers, gradients, strict=True)]
     # Nothing has been written off yet: a program begins with its first request.
     handed = [
@@ -86,4 +90,4 @@ def _step(
     for one in opened:
         if one.account is not None:
             one.account.settle(good)
-    return [ledger.total() for ledger in ledgers], outcomes[0].update, compensated
+    return ledgers, outcomes[0].update, compensated

@@ -9,12 +9,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.bench.ranks import run_ranks
 from thinwire.errors import UsageError
 from thinwire.layout import ParameterInfo, contiguous_strides, kind_from_shape
 from thinwire.lowrank.matrices import matrices_of
@@ -29,6 +31,7 @@ class LowRankRow:
     """All-reducing everything a model sends in one step of one kind; medians over the repeats, the slowest rank's."""
 
     model: str
+    workers: int
     rank: int
     sends: str
     """"dense", "P" or "Q"; vectors travel with all of them, as they are."""
@@ -36,6 +39,31 @@ class LowRankRow:
     bytes: int
     per_tensor_ms: float
     fused_ms: float
+
+
+def measure_models(models: str, ranks: int, rank: int | None, repeats: int) -> list[LowRankRow]:
+    """The rows of several models on `ranks` processes or under torchrun; without a `rank` each has the paper's."""
+    names = models.split(",")
+    for name in names:
+        shapes_of(name)
+    if rank is not None:
+        check_positive_int("rank", rank)
+    rows = run_ranks(_measure_rank, ranks, names, rank, repeats)
+    return [LowRankRow(**row) for row in rows]
+
+
+def _measure_rank(
+    device: torch.device, names: Sequence[str], rank: int | None, repeats: int
+) -> list[dict[str, Any]]:
+    group = dist.group.WORLD
+    assert group is not None
+    return [
+        asdict(row)
+        for name in names
+        for row in measure_lowrank(
+            name, rank=rank or PAPER_RANKS[name], group=group, device=device, repeats=repeats
+        )
+    ]
 
 
 def measure_lowrank(
@@ -49,7 +77,7 @@ def measure_lowrank(
 ) -> list[LowRankRow]:
     """The rows of one model, on every rank of `group`; `shapes` instead of a model known by name.
 
-    1. Make zeros of the size of every tensor that is sent.
+    1. Make zeros of the size of every tensor that is sent, side by side in one buffer.
     2. All-reduce them one after the other, issued at once and awaited together; then as one buffer.
     3. Agree on the slowest rank's time of each repeat, and take the median.
     """
@@ -60,13 +88,14 @@ def measure_lowrank(
     rows = []
     for kind in KINDS:
         sizes = sent_sizes(shapes, rank, kind)
-        tensors = [torch.zeros(size, device=device) for size in sizes]
         whole = torch.zeros(sum(sizes), device=device)
+        tensors = whole.split(sizes)
         apart = time_collectives(tensors, group, device, repeats)
         fused = time_collectives([whole], group, device, repeats)
         rows.append(
             LowRankRow(
                 model=model,
+                workers=dist.get_world_size(group),
                 rank=rank,
                 sends=kind,
                 tensors=len(tensors),
@@ -166,10 +195,13 @@ PAPER_RANKS = {"resnet50": 4, "resnet152": 4, "bert-base": 32, "bert-large": 32}
 
 def format_rows(rows: Sequence[LowRankRow]) -> str:
     """The rows as a table in plain text."""
-    lines = [("model", "rank", "sends", "tensors", "MB", "tensor by tensor ms", "fused ms")]
+    lines = [
+        ("model", "workers", "rank", "sends", "tensors", "MB", "tensor by tensor ms", "fused ms")
+    ]
     lines += [
         (
             row.model,
+            str(row.workers),
             str(row.rank),
             row.sends,
             str(row.tensors),

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from thinwire.exchange.requests import Place, Program
+from thinwire.layout import Shard
 from thinwire.memory.account import Account
 from thinwire.select.base import Picks, Selector
-from thinwire.select.rows import RowTable
+from thinwire.select.rows import RowTable, SlotRows
 from thinwire.wire.codec import Codec, Flags, Header
 
 
@@ -40,6 +41,8 @@ class Offer:
     """Sum dense parts in rank order, so that bits do not depend on the bucketing."""
     pick_rows: RowPicker | None = None
     """The same selection on other rows."""
+    usual_rows: Callable[[], Sequence[SlotRows]] | None = None
+    """The rows by which the plan decides, whatever the turn: what belongs to a slot for good is cut by these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,10 @@ class Exchange(ABC):
 
     def session(self) -> ExchangeSession:
         return ExchangeSession(self)
+
+    def shard(self, rows: SlotRows, place: Place) -> Shard:
+        """The part of a parameter of which this rank holds back what is not sent; `rows` are its usual rows."""
+        return Shard(rows.slot.shape)
 
     def objection(self, selector: Selector) -> str | None:
         """Why this exchange cannot carry that selection, as the end of a sentence; None if it can."""

@@ -5,12 +5,13 @@
 3. Inside the host the shards of the update are gathered.
 
 A slot is cut by whole rows wherever its selection has rows, so a shard of a parameter selects as the parameter would, and
-a shard depends on the slot alone, never on the bucket. What the outer exchange does not send is held by the shard's
+a shard depends on the slot and its usual rows alone, never on the bucket or the turn. What the outer exchange does not send is held by the shard's
 rank; the other ranks of the host hold nothing of it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,6 +91,9 @@ class Hierarchical(Exchange):
         outcome = yield from self.session().run(offer)
         return outcome
 
+    def shard(self, rows: SlotRows, place: Place) -> Shard:
+        return cut(rows, place.rank % self.local, self.local)
+
     def entry_bits(self, value_bits: float, index_bits: float, world: int) -> float:
         """Between hosts only: the links inside are taken to be fast."""
         hosts = max(2, world // self.local)
@@ -123,7 +127,10 @@ class HierarchicalSession(ExchangeSession):
             raise UsageError(f"per_host is {local}; it must divide the number of ranks, {world}")
         table, account = offer.codec.table, offer.account
         device = account.c.device
-        shards = remembered(table, ("shards", local, device), lambda: Shards(table, local, device))
+        usual = offer.usual_rows or (lambda: table.rows)
+        shards = remembered(
+            table, ("shards", local, device), lambda: Shards(table, usual(), local, device)
+        )
         mine = offer.place.rank % local
         summed, flags = yield from self._gather_shard(offer, shards, mine)
         codec = remembered(
@@ -221,18 +228,20 @@ def _gather_update(
 class Shards:
     """The cut of a row table over the ranks of a host, and each shard's own table, laid out row by row."""
 
-    def __init__(self, table: RowTable, local: int, device: torch.device) -> None:
+    def __init__(
+        self, table: RowTable, usual: Sequence[SlotRows], local: int, device: torch.device
+    ) -> None:
         self.positions: list[Tensor] = []
         self.tables: list[RowTable] = []
-        for rank in range(local):
+        for part in range(local):
             rows: list[SlotRows] = []
             positions: list[Tensor] = []
             offset = 0
-            for whole in table.rows:
-                part = shard_rows(whole, rank, local)
-                rows.append(_packed(whole, part, offset))
-                positions.append(_positions(part))
-                offset += part.count * part.length
+            for whole, by in zip(table.rows, usual, strict=True):
+                shard = cut(by, part, local)
+                rows.append(shard_rows(whole, shard, part, local, offset))
+                positions.append(shard_positions(whole, shard))
+                offset += positions[-1].numel()
             self.tables.append(RowTable(rows, offset))
             self.positions.append(torch.cat(positions).to(device))
         self.longest = max(shard.numel for shard in self.tables)
@@ -245,30 +254,65 @@ class Shards:
         return out
 
 
-def shard_rows(rows: SlotRows, part: int, local: int) -> SlotRows:
-    """Whole rows where there are enough; otherwise a piece in memory order with its share of the entries."""
-    if rows.sizes and rows.sizes[0] >= local:
-        start, stop = share(rows.sizes[0], part, local)
-        slot = rows.slot.at(rows.slot.offset + start * rows.strides[0])
-        return replace(rows, slot=slot, sizes=(stop - start, *rows.sizes[1:]))
-    start, stop = share(rows.slot.numel, part, local)
-    first, last = share(rows.entries, part, local)
-    # At least one entry wherever there is an element: a shard without any would hold its part back for ever.
-    keep = min(max(1, last - first), stop - start)
-    slot = rows.slot.at(rows.slot.offset + start)
-    return replace(rows, slot=slot, sizes=(), strides=(), length=stop - start, stride=1, keep=keep)
+def cut(usual: SlotRows, part: int, local: int) -> Shard:
+    """This part's shard of a slot: along the first dimension that its usual rows do not run along, dim 0 as a rule;
+    in memory order where that dimension is shorter than the ranks are many."""
+    slot = usual.slot
+    if local == 1:
+        return Shard(slot.shape)
+    dim = _row_dim(usual)
+    if dim is not None and slot.shape[dim] >= local:
+        start, stop = share(slot.shape[dim], part, local)
+        return Shard(slot.shape, dim, start, size=stop - start)
+    start, stop = share(slot.numel, part, local)
+    return Shard(slot.shape, None, start, size=stop - start)
 
 
-def _packed(whole: SlotRows, part: SlotRows, offset: int) -> SlotRows:
-    """A shard's rows one after another in a buffer of their own."""
-    shard = Shard(whole.slot.shape, 0, part.slot.offset - whole.slot.offset)
-    shape, strides = (part.count, part.length), (part.length, 1)
-    slot = Slot(whole.slot.name, shape, strides, offset, whole.slot.kind, shard)
-    sizes, row_strides = ((part.count,), (part.length,)) if part.sizes else ((), ())
-    return replace(part, slot=slot, sizes=sizes, strides=row_strides, stride=1)
+def _row_dim(rows: SlotRows) -> int | None:
+    """The dimension that a slot's rows are counted along first; dim 0 where the whole tensor is one row."""
+    slot = rows.slot
+    if not rows.sizes:
+        return 0 if slot.shape else None
+    along = (rows.sizes[0], rows.strides[0])
+    dims = zip(slot.shape, slot.strides, strict=True)
+    return next((dim for dim, one in enumerate(dims) if one == along), None)
 
 
-def _positions(part: SlotRows) -> Tensor:
-    """Flat positions of a part's elements, row by row."""
-    inside = torch.arange(part.length) * part.stride
-    return (part.row_offsets()[:, None] + inside).reshape(-1)
+def shard_rows(rows: SlotRows, shard: Shard, part: int, local: int, offset: int) -> SlotRows:
+    """A shard's rows one after another in a buffer of their own: whole rows where the cut leaves them whole, otherwise
+    one row with its share of the entries."""
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    if _keeps_rows(rows, shard):
+        size = rows.sizes[0] if shard.size is None else shard.size
+        count, length, keep = math.prod((size, *rows.sizes[1:])), rows.length, rows.keep
+        sizes, strides = (count,), (length,)
+    else:
+        count, length = 1, math.prod(shard.shape)
+        first, last = share(rows.entries, part, local)
+        # At least one entry wherever there is an element: a shard without any would hold its part back for ever.
+        keep = min(max(1, last - first), length)
+        sizes, strides = (), ()
+    slot = Slot(rows.slot.name, (count, length), (length, 1), offset, rows.slot.kind, shard)
+    return replace(
+        rows, slot=slot, sizes=sizes, strides=strides, length=length, stride=1, keep=keep
+    )
+
+
+def shard_positions(rows: SlotRows, shard: Shard) -> Tensor:
+    """Flat positions of a shard's elements in the group, row by row."""
+    if not _keeps_rows(rows, shard):
+        places = torch.arange(rows.slot.offset + rows.slot.numel)
+        return rows.slot.part(places, shard).reshape(-1).sort().values
+    if shard.size is not None:
+        slot = rows.slot.at(rows.slot.offset + shard.offset * rows.strides[0])
+        rows = replace(rows, slot=slot, sizes=(shard.size, *rows.sizes[1:]))
+    inside = torch.arange(rows.length) * rows.stride
+    return (rows.row_offsets()[:, None] + inside).reshape(-1)
+
+
+def _keeps_rows(rows: SlotRows, shard: Shard) -> bool:
+    """Whether the cut runs between rows."""
+    return bool(rows.sizes) and (
+        shard.size is None or (shard.dim is not None and shard.dim == _row_dim(rows))
+    )

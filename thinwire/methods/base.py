@@ -210,6 +210,8 @@ class SparseMethod(Method):
                 f"would send {realised:.2%} of its entries, more than the {break_even:.2%} "
                 f"at which {type(self.exchange).__name__} among {world} workers stops paying"
             )
+        if rows.entries >= slot.numel:
+            return "would send all of its entries"
         return None
 
     def _break_even(self, rows: SlotRows, dense_bits: int, world: int) -> float:
@@ -256,6 +258,12 @@ class Sparsifier(SparseMethod):
     def kept(self) -> float:
         """The density as a number; under a schedule the last one, which is where it ends."""
         return self.density.final if isinstance(self.density, Schedule) else self.density
+
+    def describe(self, slot: Slot) -> str:
+        rows = self.selector().rows(slot, None)
+        each = " in each" if rows.count > 1 else ""
+        raised = f", raised to one entry{each}" if self.kept * rows.length < 1 else ""
+        return super().describe(slot) + raised
 
     def wire_format(self) -> Wire:
         return Wire(values=self.values, indices=self.indices)

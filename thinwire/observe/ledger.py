@@ -152,9 +152,7 @@ def write_everybodys_lines(path: Path, mine: Sequence[Line]) -> None:
 
 def write_ledger(path: str | Path, ledgers: Mapping[int, Ledger], run: str = "") -> None:
     """One CSV row per rank, phase and collective; `run` fills the first column."""
-    lines = [
-        line for rank, ledger in ledgers.items() for line in ledger_lines(run, rank, ledger)
-    ]
+    lines = [line for rank, ledger in ledgers.items() for line in ledger_lines(run, rank, ledger)]
     write_lines(path, lines)
 
 

@@ -35,10 +35,12 @@ class ParameterStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """What `handle.stats()` returns; bytes are what this rank put on the wire, all steps together."""
+    """What `handle.stats()` returns; bytes are what this rank put on the wire, all counted steps together."""
 
     steps: int
-    """Synchronising backward passes so far."""
+    """Synchronising backward passes so far, those before a resume among them."""
+    counted_steps: int
+    """Those since the handle was made, which is when counting begins."""
     dense_bytes: int
     """What DDP's own all-reduce would have sent."""
     wire_bytes: int
@@ -59,11 +61,11 @@ class Stats:
 
     @property
     def wire_bytes_per_step(self) -> float:
-        return self.wire_bytes / self.steps if self.steps else 0.0
+        return self.wire_bytes / self.counted_steps if self.counted_steps else 0.0
 
     @property
     def dense_bytes_per_step(self) -> float:
-        return self.dense_bytes / self.steps if self.steps else 0.0
+        return self.dense_bytes / self.counted_steps if self.counted_steps else 0.0
 
 
 class Tally:
@@ -71,9 +73,13 @@ class Tally:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self.steps = 0
         self.parameters: dict[str, ParameterStats] = {}
-        self._uncounted: dict[Group, Tensor] = {}
-        """Entry counts that only the device knows; summed there and read when somebody asks."""
+        self._uncounted: dict[tuple[str, ...], Tensor] = {}
+        """Entry counts that only the device knows; summed there and read when somebody asks.
+
+        By the names of a group: the groups themselves change with every bucketing and density, and would pile up.
+        """
 
     def add_bucket(
         self, layout: BucketLayout, groups: Sequence[Group], opened: Sequence[Opened], place: Place
@@ -95,8 +101,9 @@ class Tally:
 
     def add_counts(self, group: Group, counts: Tensor) -> None:
         """Entries per slot of a selection whose count depends on the data."""
-        so_far = self._uncounted.get(group)
-        self._uncounted[group] = counts.long() if so_far is None else so_far + counts
+        names = tuple(slot.name for slot in group.slots)
+        so_far = self._uncounted.get(names)
+        self._uncounted[names] = counts.long() if so_far is None else so_far + counts
 
     def stats(
         self,
@@ -110,6 +117,7 @@ class Tally:
         sent = sum(row.compressed_entries for row in rows)
         return Stats(
             steps=steps,
+            counted_steps=self.steps,
             dense_bytes=round(sum(row.dense_bytes for row in rows)),
             wire_bytes=self.ledger.sent_bytes(),
             density=sent / compressed if compressed else 1.0,
@@ -119,8 +127,8 @@ class Tally:
         )
 
     def _read_counts(self) -> None:
-        for group, counts in self._uncounted.items():
-            for slot, count in zip(group.slots, counts.tolist(), strict=True):
-                self.parameters[slot.name].entries += count
-                self.parameters[slot.name].compressed_entries += count
+        for names, counts in self._uncounted.items():
+            for name, count in zip(names, counts.tolist(), strict=True):
+                self.parameters[name].entries += count
+                self.parameters[name].compressed_entries += count
         self._uncounted.clear()
