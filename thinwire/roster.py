@@ -74,7 +74,11 @@ class Roster:
         self.compressors = {m: c for m, c in self.compressors.items() if id(c) in in_use}
 
     def end_flushes(self, flushes: Sequence[FlushAccount]) -> bool:
-        """Slots whose memory has been delivered move on to their next compressor and free it; whether any did."""
+        """Slots whose memory has been delivered move on to their next compressor and free it; whether any did.
+
+        Whether a flush was delivered decides what is sent next, so the host has to know: the step after a slot turned
+        dense is the one place where it waits for the device.
+        """
         moved = False
         for account in flushes:
             for slot, delivered in zip(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import thinwire as tw
 from tests.contracts.adapters import ADAPTERS, make
+from tests.contracts.cluster import Cluster
 from tests.models import batches, fingerprint, make_cnn, train
 
 POLICY = [tw.rule("3.*", method=tw.TopK(density=0.1)), tw.rule("0.*", dense=True)]
@@ -216,3 +217,26 @@ def pending_flush_job(rank: int, world: int, folder: str) -> None:
 
 def test_residual_of_a_parameter_that_is_dense_now_is_sent_not_dropped(pools, tmp_path):
     pools(2).run(pending_flush_job, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "saved, loading",
+    [
+        (tw.ACPSGD(rank=2, dense_fallback=False), tw.ADTopK(interleave=2, threshold=True)),
+        (tw.OkTopK(thresholds="published"), tw.ADTopK(interleave=2, threshold=True)),
+        (tw.ADTopK(interleave=2, threshold=True), tw.SIDCo(adapt=True)),
+        (tw.ADTopK(interleave=2, threshold=True), tw.PowerSGD(rank=2, dense_fallback=False)),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_state_of_another_method_gives_what_it_held_back(saved, loading):
+    source, target = Cluster(2, saved), Cluster(2, loading)
+    for seed in range(3):
+        source.step(source.random(seed))
+    held = [source.residuals(rank)["linear"] for rank in range(2)]
+    for ours, theirs in zip(target.pipelines, source.pipelines, strict=True):
+        ours.load_state_dict(theirs.state_dict())
+    assert held[0].any()
+    for rank in range(2):
+        assert torch.equal(target.residuals(rank)["linear"], held[rank])
+    target.step(target.random(3))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from thinwire.bench.exchange_cases import CASES, find_cases, run_name
@@ -23,6 +22,7 @@ from thinwire.errors import UsageError
 from thinwire.observe.files import write_text
 from thinwire.observe.ledger import Line, check_ledger_path, ledger_lines, write_lines
 from thinwire.observe.provenance import describe_origin
+from thinwire.observe.tables import make_console
 from thinwire.validate import check_density
 
 Row = dict[str, Any]
@@ -81,7 +81,7 @@ def bench_exchange(
     sizes = parse_numbers("count", count)
     if ledger is not None:
         check_ledger_path(ledger)
-    console = Console()
+    console = make_console()
     if phases:
         console.print(f"wrote {draw_all_phases(phases, sizes, density, out)}")
         return

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from thinwire.bench.measure import choose_device, time_ms, to_csv
 from thinwire.errors import UsageError
 from thinwire.layout import Shard, Slot, SlotKind
 from thinwire.observe.files import write_text
+from thinwire.observe.tables import make_console
 from thinwire.select.base import Selector
 from thinwire.select.chunks import ChunkChoice
 from thinwire.select.gaussian import GaussianThreshold
@@ -139,7 +139,7 @@ def bench_select(
         raise UsageError(f"--repeats is {repeats} and --elements {elements}; both must be positive")
     where, hardware = choose_device(device)
     rows = list(measure_all(where, elements, repeats))
-    console = Console()
+    console = make_console()
     console.print(select_table(rows, f"Selections, {elements} elements; times on {hardware}"))
     if csv_file is not None:
         write_text(csv_file, to_csv(rows, hardware))

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from thinwire.bench.anchors import ANCHORS
 from thinwire.bench.models import MODELS
@@ -22,6 +21,7 @@ from thinwire.bench.step_report import step_table
 from thinwire.bench.step_suite import NETWORKS, find_suite, missing_methods
 from thinwire.errors import UsageError
 from thinwire.lab.mps import CONTROL
+from thinwire.observe.tables import make_console
 from thinwire.validate import check_choice
 
 _Model = Annotated[
@@ -117,7 +117,7 @@ def bench_step(
     book = RowBook(out)
     with place:
         run_cells(cells, book, place, timeout_s=timeout, trace=trace, retry_failed=retry_failed)
-    Console().print(step_table(book.rows))
+    make_console().print(step_table(book.rows))
     typer.echo(f"rows: {out / 'rows.json'}, {out / 'rows.csv'}")
     if plots and importlib.util.find_spec("matplotlib") is not None:
         for path in draw_plots(book.rows, out):

@@ -10,13 +10,13 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from thinwire.bench.measure import choose_device, time_ms, to_csv
 from thinwire.bench.payloads import Fuzzed, fuzz, make_flags, make_picks, make_table
 from thinwire.errors import UsageError
 from thinwire.observe.files import write_text
+from thinwire.observe.tables import make_console
 from thinwire.select.base import Picks
 from thinwire.select.rows import RowTable, keep_count
 from thinwire.wire.codec import Codec
@@ -190,7 +190,7 @@ def bench_wire(
     if repeats < 1:
         raise UsageError(f"--repeats is {repeats}; it must be at least 1")
     where, hardware = choose_device(device)
-    console = Console()
+    console = make_console()
     if fuzz_payloads > 0:
         console.print(report_fuzz(fuzz(fuzz_payloads, seed=seed)))
         return

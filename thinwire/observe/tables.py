@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from thinwire.observe.results import Row
 
+# Wide enough for every table of the command line.
+PIPE_WIDTH = 180
 COLUMNS = (
     "method",
     "density\nasked",
@@ -20,6 +23,12 @@ COLUMNS = (
     "ms/step",
     "replicas\nidentical",
 )
+
+
+def make_console() -> Console:
+    """As wide as the terminal; a file or pipe has no width, and a table must not be folded there."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def results_table(rows: Sequence[Row], title: str) -> Table:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
-from rich.console import Console
 
 from thinwire.errors import JobError, UsageError
 from thinwire.methods.registry import METHODS, MethodOptions, build_methods, parse_names
 from thinwire.observe.ledger import check_ledger_path
 from thinwire.observe.progress import make_progress
+from thinwire.observe.tables import make_console
 from thinwire.recipes.config import Job
 from thinwire.recipes.launch import is_worker_already, launch
 from thinwire.recipes.report import default_folder, make_folder, report
@@ -24,7 +24,6 @@ from thinwire.recipes.worker import EXIT_FAILED, leave, work
 from thinwire.select.rows import Axis
 
 DEFAULT_WORKERS = 4
-PIPE_WIDTH = 120
 KNOWN = ", ".join(METHODS)
 
 TaskName = Annotated[
@@ -164,12 +163,6 @@ def parse_axis(text: str | None) -> Axis | None:
         return None if text is None else int(text)
     except ValueError:
         return cast(Axis, text)
-
-
-def make_console() -> Console:
-    """As wide as the terminal; a file or pipe has no width, and the table must not be folded there."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def run(job: Job) -> None:

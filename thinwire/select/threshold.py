@@ -246,6 +246,9 @@ class ThresholdSession(Session):
 
     def load_state_dict(self, state: Mapping[str, dict[str, Any]]) -> None:
         for name, saved in state.items():
+            if "threshold" not in saved:
+                # Saved by a method without thresholds: this one starts to watch from here.
+                continue
             threshold = float(saved["threshold"])
             self.watches[name] = Watch(
                 tau=int(saved["tau"]),
