@@ -104,7 +104,8 @@ def parse_names(text: str) -> list[str]:
     """Method names with commas between them; "all" is every one."""
     if text.strip() == "all":
         return list(METHODS)
-    return [name.strip() for name in text.split(",")] if text.strip() else []
+    names = [name.strip() for name in text.split(",")]
+    return names if any(names) else []
 
 
 def build_method(name: str, options: MethodOptions) -> Method:
