@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,9 @@ from matplotlib.ticker import FuncFormatter
 
 from thinwire.observe.metrics import Record
 from thinwire.observe.results import Row
+
+# Its cache may remember fonts of an environment that is gone; it finds others, at a warning per glyph.
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
