@@ -56,7 +56,6 @@ def test_a_horovod_script_runs_with_one_line_changed():
     assert "ranks 2" in output and "{'classes': 10}" in output
 
 
-@pytest.mark.skipif(not hasattr(tw, "ACPSGD"), reason="ACPSGD is not built in")
 def test_an_acpsgd_script_runs_with_one_line_changed():
     check_training(launch("acpsgd_loop.py", 2))
 

@@ -10,7 +10,6 @@ import thinwire as tw
 from tests.contracts.cluster import Cluster, parameter, same_bits, sparse
 from thinwire.exchange.base import Exchange, Offer
 from thinwire.exchange.drivers import run_inline, run_virtual
-from thinwire.exchange.gather import gather_variable
 from thinwire.exchange.network import Network
 from thinwire.exchange.requests import Place, Program
 from thinwire.memory.account import Account
@@ -89,19 +88,6 @@ def test_gloo_gives_the_bits_of_virtual_ranks(pools, world):
     made = [make_program(tw.AllGather(), rank, world, 24 // world, "bf16") for rank in range(world)]
     expected = run_virtual([program for program, _, _ in made])[0].update.numpy().tobytes()
     assert all(result == [expected] * 2 for result in pools(world).run(gloo_job))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_payloads_of_different_lengths_arrive_whole(world):
-    payloads = [torch.arange(7 * rank, dtype=torch.uint8) for rank in range(world)]
-    for arrived in run_virtual([gather_variable(p, world, "sizes") for p in payloads]):
-        assert [a.tolist() for a in arrived] == [p.tolist() for p in payloads]
-
-
-def test_all_payloads_empty_still_arrive():
-    nothing = torch.zeros(0, dtype=torch.uint8)
-    for arrived in run_virtual([gather_variable(nothing, 2, "sizes") for _ in range(2)]):
-        assert [a.numel() for a in arrived] == [0, 0]
 
 
 def test_slot_without_a_gradient_on_any_rank_gets_no_update():

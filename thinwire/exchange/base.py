@@ -65,8 +65,6 @@ class Exchange(ABC):
     rank's accepted contribution; world x update = sum over ranks of the accepted contributions.
     """
 
-    fixed_size: bool = True
-    """Whether every rank's payload has the length that shapes alone give."""
     host_sync_free: bool = True
     """Whether a step on an accelerator never makes the host wait."""
     moves_memory: bool = False

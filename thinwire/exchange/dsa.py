@@ -46,7 +46,6 @@ class SplitGather(Exchange):
     dense_above: float = 1 / 3
     """Share of the elements from which on regions travel dense."""
 
-    fixed_size = False
     host_sync_free = False
     sums_on_the_way = True
 

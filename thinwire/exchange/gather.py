@@ -70,18 +70,3 @@ def gather_payloads(payload: Tensor, offer: Offer) -> Program[Tensor]:
     control = offer.codec.control_bytes
     (gathered,) = yield (requests.AllGather(payload, offer.phase, control),)
     return gathered
-
-
-def gather_variable(payload: Tensor, world: int, phase: str) -> Program[list[Tensor]]:
-    """Payloads whose lengths differ between ranks: sizes first, then everything padded to the longest."""
-    if world == 1:
-        return [payload]
-    size = torch.tensor([payload.numel()], dtype=torch.int64, device=payload.device)
-    (sizes,) = yield (requests.AllGather(size, f"{phase}/sizes", size.nbytes),)
-    lengths = [int(length) for length in sizes.view(-1).tolist()]
-    # Gloo refuses empty tensors, so at least one byte travels.
-    longest = max(1, *lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=payload.device)
-    padded[: payload.numel()] = payload
-    (gathered,) = yield (requests.AllGather(padded, phase, longest - payload.numel()),)
-    return [row[:length] for row, length in zip(gathered, lengths, strict=True)]

@@ -66,7 +66,6 @@ class ReusedThresholds(Exchange):
     global_factor: float = 1.008
     skew: float = 4.0
 
-    fixed_size = False
     host_sync_free = False
     sums_on_the_way = True
 

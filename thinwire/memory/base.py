@@ -21,8 +21,6 @@ class Memory(ABC):
 
     keeps_state: bool = True
     """Whether anything is held back between steps."""
-    in_gradient_units: bool = True
-    """Whether what is held can be handed to another method as it is."""
     owns_momentum: bool = False
     """Whether momentum is applied here, so that the optimizer must not apply it again."""
 

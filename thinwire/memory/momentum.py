@@ -33,7 +33,6 @@ class MomentumCorrection(Memory):
     masking: bool = True
     storage: str = "fp32"
 
-    in_gradient_units = False
     owns_momentum = True
 
     def __post_init__(self) -> None:

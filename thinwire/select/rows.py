@@ -134,7 +134,6 @@ class RowTable:
         self.rows = tuple(rows)
         self.numel = numel
         self.entries = sum(r.entries for r in rows)
-        self.row_count = sum(r.count for r in rows)
         self.entry_starts = [0]
         for r in rows:
             self.entry_starts.append(self.entry_starts[-1] + r.entries)
