@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import thinwire as tw
 from thinwire.errors import UsageError
+from thinwire.exchange.network import broadcast_into
 from thinwire.methods.base import Method
 
 Average = "Average"
@@ -113,7 +114,6 @@ def DistributedOptimizer(
     )
 
 
-@torch.no_grad()
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0
 ) -> None:
@@ -121,9 +121,7 @@ def broadcast_parameters(
     pairs = params.items() if isinstance(params, Mapping) else params
     for _, tensor in sorted(pairs, key=lambda pair: pair[0]):
         if isinstance(tensor, Tensor):
-            values = tensor.detach().contiguous()
-            dist.broadcast(values, src=root_rank)
-            tensor.detach().copy_(values)
+            broadcast_into(tensor, root_rank)
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0) -> None:

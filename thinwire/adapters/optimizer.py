@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from thinwire.adapters.checks import check_parameters
 from thinwire.adapters.fusion import FusionBuffer, fuse
 from thinwire.errors import UsageError
+from thinwire.exchange.network import broadcast_into
 from thinwire.handle import Handle
 from thinwire.layout import ParameterInfo, describe_module, describe_parameters
 from thinwire.methods.base import Method
@@ -326,7 +327,6 @@ def _numbered(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-@torch.no_grad()
 def _broadcast_from_first(
     group: dist.ProcessGroup, model: nn.Module | None, parameters: Iterable[nn.Parameter]
 ) -> None:
@@ -335,7 +335,4 @@ def _broadcast_from_first(
     root = dist.get_process_group_ranks(group)[0]
     for tensor in tensors:
         if isinstance(tensor, Tensor):
-            # Broadcast needs contiguous memory; a copy back keeps channels_last and transposed layouts.
-            values = tensor.detach().contiguous()
-            dist.broadcast(values, src=root, group=group)
-            tensor.detach().copy_(values)
+            broadcast_into(tensor, root, group)

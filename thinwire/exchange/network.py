@@ -180,6 +180,15 @@ def host_groups(group: dist.ProcessGroup, per_host: int) -> dict[str, dist.Proce
     return mine
 
 
+@torch.no_grad()
+def broadcast_into(tensor: Tensor, source: int, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite `tensor` with the source rank's; by way of a copy, because a broadcast needs contiguous memory and
+    channels_last and transposed layouts must stay."""
+    values = tensor.detach().contiguous()
+    dist.broadcast(values, src=source, group=group)
+    tensor.detach().copy_(values)
+
+
 def release_group(group: dist.ProcessGroup) -> None:
     """Free a private group's threads and sockets where that is safe and torch has not done it already."""
     alive = dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
