@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,24 +96,25 @@ class SlotPicks:
 
 def assemble(c: Tensor, table: RowTable, parts: Sequence[SlotPicks], note_words: int) -> Picks:
     """Picks out of per-slot parts; places beyond a slot's count get value 0."""
-    indices = concatenate([part.indices for part in parts], c.device)
-    values = c[table.positions(indices)]
-    places = [rows.entries for rows in table.rows]
     counts = torch.stack(
         [
-            torch.full((), n, dtype=torch.int32, device=c.device)
+            torch.full((), rows.entries, dtype=torch.int32, device=c.device)
             if part.count is None
             else part.count
-            for part, n in zip(parts, places, strict=True)
+            for part, rows in zip(parts, table.rows, strict=True)
         ]
     )
-    taken = [
-        torch.arange(n, device=c.device) < count for n, count in zip(places, counts, strict=True)
-    ]
-    values = torch.where(torch.cat(taken), values, 0.0)
+    picks = picks_of(c, table, concatenate([part.indices for part in parts], c.device), counts)
     nothing = torch.zeros(note_words, device=c.device)
     notes = [part.notes.float() if part.notes is not None else nothing for part in parts]
-    return Picks(values, indices, counts, torch.stack(notes))
+    return replace(picks, notes=torch.stack(notes))
+
+
+def picks_of(c: Tensor, table: RowTable, indices: Tensor, counts: Tensor) -> Picks:
+    """Picks whose slots use the first `counts` of their places; the others hold value 0 at index 0."""
+    used = table.entry_places(c.device) < counts[table.entry_slots(c.device).long()]
+    values = torch.where(used, c[table.positions(indices)], 0.0)
+    return Picks(values, torch.where(used, indices, 0), counts.to(torch.int32))
 
 
 def picks_at(c: Tensor, table: RowTable, indices: Tensor) -> Picks:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from thinwire.kernels.topk import row_topk
 from thinwire.layout import Slot
-from thinwire.select.base import Picks, Selector
-from thinwire.select.finish import picks_of
+from thinwire.select.base import Picks, Selector, picks_of
 from thinwire.select.rows import RowTable, SlotRows, keep_count
 from thinwire.validate import check_density, check_positive_int
 

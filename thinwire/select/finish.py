@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.kernels.topk import row_topk
 from thinwire.layout import Slot
-from thinwire.select.base import Picks, Selector, Session
+from thinwire.select.base import Picks, Selector, Session, picks_of
 from thinwire.select.rows import RowTable, SlotRows, keep_count
 from thinwire.validate import check_choice, check_density
 
@@ -94,11 +94,11 @@ class ThresholdSelector(Selector):
     def pick(self, c: Tensor, table: RowTable) -> Picks:
         return self.session().pick(c, table, [None] * len(table.rows))
 
-    def session(self) -> ThresholdSession:
-        return ThresholdSession(self)
+    def session(self) -> EstimateSession:
+        return EstimateSession(self)
 
 
-class ThresholdSession(Session):
+class EstimateSession(Session):
     """Estimates and finishes tensor by tensor; selections that sample or learn override `threshold`."""
 
     selector: ThresholdSelector
@@ -122,13 +122,6 @@ class ThresholdSession(Session):
             none = torch.zeros(0, dtype=torch.int64, device=c.device)
             return Picks(c[:0], none, none.int())
         return picks_of(c, table, torch.cat(indices), torch.stack(counts))
-
-
-def picks_of(c: Tensor, table: RowTable, indices: Tensor, counts: Tensor) -> Picks:
-    """Picks whose slots use the first `counts` of their places; the others hold value 0 at index 0."""
-    used = table.entry_places(c.device) < counts[table.entry_slots(c.device).long()]
-    values = torch.where(used, c[table.positions(indices)], 0.0)
-    return Picks(values, torch.where(used, indices, 0), counts.to(torch.int32))
 
 
 def finish(magnitude: Tensor, threshold: Tensor, rows: TargetRows) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.errors import UsageError
 from thinwire.layout import Slot
-from thinwire.select.finish import TargetRows, ThresholdSelector, ThresholdSession
+from thinwire.select.finish import EstimateSession, TargetRows, ThresholdSelector
 from thinwire.select.random import generator_for
 from thinwire.select.rows import SlotRows, keep_count
 from thinwire.validate import check_bool, check_choice, check_density, check_finite_number
@@ -65,7 +65,7 @@ class SampledThreshold(ThresholdSelector):
             slot, (), (), slot.numel, 1, target, "whole tensor", target, fewest, target
         )
 
-    def session(self) -> ThresholdSession:
+    def session(self) -> EstimateSession:
         return SampledSession(self)
 
     def stride(self, length: int, density: float) -> int:
@@ -80,7 +80,7 @@ class SampledThreshold(ThresholdSelector):
         return max(1, stride)
 
 
-class SampledSession(ThresholdSession):
+class SampledSession(EstimateSession):
     selector: SampledThreshold
 
     def __init__(self, selector: SampledThreshold) -> None:

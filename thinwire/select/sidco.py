@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.select.finish import TargetRows, ThresholdSelector, ThresholdSession
+from thinwire.select.finish import EstimateSession, TargetRows, ThresholdSelector
 from thinwire.validate import check_bool, check_choice, check_positive_int
 
 DISTRIBUTIONS = ("exponential", "gamma", "pareto")
@@ -45,8 +45,8 @@ class SIDCoThreshold(ThresholdSelector):
         check_positive_int("stages", self.stages)
         check_bool("adapt", self.adapt)
 
-    def session(self) -> ThresholdSession:
-        return SIDCoSession(self) if self.adapt else ThresholdSession(self)
+    def session(self) -> EstimateSession:
+        return SIDCoSession(self) if self.adapt else EstimateSession(self)
 
     def estimate(self, x: Tensor, magnitude: Tensor, target: int) -> Tensor:
         return self.fit(magnitude, target / x.numel(), self.stages)
@@ -126,7 +126,7 @@ class Stages:
     last: float = 1.0
 
 
-class SIDCoSession(ThresholdSession):
+class SIDCoSession(EstimateSession):
     """Adapts the number of stages; each rank for itself, because it changes no shape.
 
     Every five calls, with r = the mean of survivors / target: too few (r < 0.8) adds a stage, too many (r > 1.2)
