@@ -17,6 +17,8 @@ from torch import Tensor
 from thinwire.exchange.base import Exchange, Offer, Outcome
 from thinwire.exchange.dense import dense_mean
 from thinwire.exchange.requests import AllReduce, Place, Program
+from thinwire.fused import can_fuse, open_fused
+from thinwire.kernels.cuda.fused import FusedTopK
 from thinwire.layout import ParameterInfo, Shard, Slot
 from thinwire.memory.account import Account
 from thinwire.memory.base import Memory, MemoryState
@@ -68,6 +70,21 @@ class Compressor(ABC):
     def open(self, step: GroupStep) -> Opened:
         """Select and encode now; what is left to do is in the returned program."""
 
+    def open_fused(
+        self,
+        group: Group,
+        bucket_flat: Tensor,
+        steps: Sequence[int],
+        scale: Tensor | None,
+        place: Place,
+        deterministic: bool,
+    ) -> Opened | None:
+        """The same from the bucket itself, by kernels that look at the gradient in the pass that selects.
+
+        None where there are none for this group: the pipeline then looks, and calls `open`.
+        """
+        return None
+
     def expect(self, info: ParameterInfo, device: torch.device) -> None:  # noqa: B027
         """Learn of a parameter before its first step: its state may be asked for earlier."""
 
@@ -88,25 +105,60 @@ class DenseCompressor(Compressor):
 
     def __init__(self, wire_dtype: torch.dtype | None) -> None:
         self.wire_dtype = wire_dtype
+        self._never: dict[torch.device, Tensor] = {}
+
+    def open_fused(
+        self,
+        group: Group,
+        bucket_flat: Tensor,
+        steps: Sequence[int],
+        scale: Tensor | None,
+        place: Place,
+        deterministic: bool,
+    ) -> Opened | None:
+        """Nobody has to look first: what is not finite travels by the sum, and every rank sees it there."""
+        if type(self) is not DenseCompressor:
+            return None
+        return self._opened(group, group.pieces(bucket_flat), None, place, deterministic)
 
     def open(self, step: GroupStep) -> Opened:
-        dtype = self.wire_dtype or step.gradients[0].dtype
-        world = step.place.world
-        slot_bytes = [
-            2 * (world - 1) / world * slot.numel * dtype.itemsize for slot in step.group.slots
-        ]
-        entries = [slot.numel for slot in step.group.slots]
-        return Opened(self._run(step, dtype), None, slot_bytes, entries, compressed=False)
-
-    def _run(self, step: GroupStep, dtype: torch.dtype) -> Program[Outcome]:
-        buffer = torch.zeros(step.group.numel, dtype=dtype, device=step.group.device)
-        torch._foreach_copy_([slot.span(buffer) for slot in step.group.slots], list(step.gradients))
-        # The pipeline zeroed what was not finite; a NaN in its place travels by the sum.
-        buffer[:1] += torch.where(step.flags.non_finite, torch.nan, 0.0)
-        mean = yield from dense_mean(
-            buffer, step.place, deterministic=step.deterministic, phase="dense"
+        return self._opened(
+            step.group, step.gradients, step.flags.non_finite, step.place, step.deterministic
         )
-        return Outcome(mean, ~mean[0].isfinite())
+
+    def _opened(
+        self,
+        group: Group,
+        gradients: Sequence[Tensor],
+        non_finite: Tensor | None,
+        place: Place,
+        deterministic: bool,
+    ) -> Opened:
+        dtype = self.wire_dtype or gradients[0].dtype
+        share = 2 * (place.world - 1) / place.world * dtype.itemsize
+        entries = [slot.numel for slot in group.slots]
+        program = self._run(group, gradients, non_finite, place, deterministic, dtype)
+        return Opened(program, None, [share * n for n in entries], entries, compressed=False)
+
+    def _run(
+        self,
+        group: Group,
+        gradients: Sequence[Tensor],
+        non_finite: Tensor | None,
+        place: Place,
+        deterministic: bool,
+        dtype: torch.dtype,
+    ) -> Program[Outcome]:
+        buffer = torch.zeros(group.numel, dtype=dtype, device=group.device)
+        torch._foreach_copy_([slot.span(buffer) for slot in group.slots], list(gradients))
+        if non_finite is not None:
+            # What was not finite has been set to zero; a NaN in its place travels by the sum.
+            buffer[:1] += torch.where(non_finite, torch.nan, 0.0)
+        mean = yield from dense_mean(buffer, place, deterministic=deterministic, phase="dense")
+        if group.device not in self._never:
+            self._never[group.device] = torch.zeros((), dtype=torch.bool, device=group.device)
+        # The pipeline looks at the update itself.
+        return Outcome(mean, self._never[group.device])
 
 
 class SparseCompressor(Compressor):
@@ -126,12 +178,40 @@ class SparseCompressor(Compressor):
         self.indices = indices
         self.exchange = exchange.session()
         self._codecs: dict[tuple[Group, tuple[Hashable, ...]], Codec] = {}
+        self._fused: dict[Codec, FusedTopK | None] = {}
+        """The kernels of each codec, None where there are none."""
+        self._known_shares: dict[Codec, tuple[list[float], list[int] | None]] = {}
+
+    def _modes(self, group: Group, steps: Sequence[int]) -> tuple[Hashable, ...]:
+        return tuple(
+            self.session.mode(slot.name, count)
+            for slot, count in zip(group.slots, steps, strict=True)
+        )
+
+    def open_fused(
+        self,
+        group: Group,
+        bucket_flat: Tensor,
+        steps: Sequence[int],
+        scale: Tensor | None,
+        place: Place,
+        deterministic: bool,
+    ) -> Opened | None:
+        codec = self._codec(group, self._modes(group, steps))
+        if codec not in self._fused:
+            fuses = can_fuse(self.session, self.memory, self.exchange.exchange, codec, bucket_flat)
+            self._fused[codec] = (
+                FusedTopK(group, codec, bucket_flat.dtype, place.world) if fuses else None
+            )
+        kernels = self._fused[codec]
+        if kernels is None:
+            return None
+        binding = self.memory.stores["residual"].bind(group)
+        account, program = open_fused(kernels, binding, bucket_flat, scale, place)
+        return Opened(program, account, *self._shares(codec, place))
 
     def open(self, step: GroupStep) -> Opened:
-        modes = tuple(
-            self.session.mode(slot.name, count)
-            for slot, count in zip(step.group.slots, step.steps, strict=True)
-        )
+        modes = self._modes(step.group, step.steps)
         codec = self._codec(step.group, modes)
         account = self.memory.compensate(step.group, step.gradients, step.scale)
 
@@ -156,11 +236,16 @@ class SparseCompressor(Compressor):
                 self.session.selector.rows(slot, None) for slot in step.group.slots
             ],
         )
-        known = self.session.selector.has_exact_count and not self.exchange.exchange.sums_on_the_way
-        entries = [rows.entries for rows in codec.table.rows] if known else None
-        return Opened(
-            self._run(offer, modes), account, self._slot_bytes(codec, step.place), entries
-        )
+        return Opened(self._run(offer, modes), account, *self._shares(codec, step.place))
+
+    def _shares(self, codec: Codec, place: Place) -> tuple[list[float], list[int] | None]:
+        """(bytes, entries where shapes tell them) of every slot; the same in every step."""
+        if codec not in self._known_shares:
+            exact = self.session.selector.has_exact_count
+            known = exact and not self.exchange.exchange.sums_on_the_way
+            entries = [rows.entries for rows in codec.table.rows] if known else None
+            self._known_shares[codec] = (self._slot_bytes(codec, place), entries)
+        return self._known_shares[codec]
 
     def _run(self, offer: Offer, modes: tuple[Hashable, ...]) -> Program[Outcome]:
         outcome = yield from self.exchange.run(offer)
@@ -196,7 +281,9 @@ class SparseCompressor(Compressor):
     def forget_group(self, group: Group) -> None:
         """Drop tables of a bucketing that is gone."""
         for key in [key for key in self._codecs if key[0] is group]:
-            del self._codecs[key]
+            codec = self._codecs.pop(key)
+            self._fused.pop(codec, None)
+            self._known_shares.pop(codec, None)
 
     def state_dict(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         state = self.session.state_dict(names)

@@ -32,7 +32,8 @@ from thinwire.exchange.base import Outcome
 from thinwire.exchange.drivers import Driver, fail
 from thinwire.exchange.fused import fuse_sums
 from thinwire.exchange.requests import Program, together
-from thinwire.kernels.inspection import inspect, is_finite
+from thinwire.fused import FusedAccount
+from thinwire.kernels.inspection import any_of, inspect, is_any_non_finite, poison_if
 from thinwire.layout import Bucket, BucketLayout
 from thinwire.memory.account import Account
 from thinwire.methods.base import SparseMethod
@@ -125,15 +126,20 @@ class Pipeline:
         return self._finish(bucket, [group for _, group in groups], opened, self._book)
 
     def _open_group(self, compressor: Compressor, group: Group, bucket: Bucket) -> Opened:
+        steps = [self.roster.assignments[slot.name].steps for slot in group.slots]
+        place, scale = self.driver.place, self.scale()
+        fused = compressor.open_fused(group, bucket.flat, steps, scale, place, self.deterministic)
+        if fused is not None:
+            return fused
         flags, finite = inspect(group, bucket.flat)
         return compressor.open(
             GroupStep(
                 group=group,
                 gradients=finite,
                 flags=flags,
-                steps=[self.roster.assignments[slot.name].steps for slot in group.slots],
-                scale=self.scale(),
-                place=self.driver.place,
+                steps=steps,
+                scale=scale,
+                place=place,
                 deterministic=self.deterministic,
             )
         )
@@ -143,19 +149,21 @@ class Pipeline:
     ) -> Program[Tensor]:
         side_by_side = together([o.program for o in opened])
         outcomes: list[Outcome] = yield from fuse_sums(side_by_side)
-        bad = torch.zeros((), dtype=torch.bool, device=bucket.flat.device)
+        verdicts: list[Tensor] = []
         for group, one, outcome in zip(groups, opened, outcomes, strict=True):
-            group.deliver(outcome.update, bucket.flat)
-            bad = bad | outcome.non_finite
-            if one.account is not None and bucket.flat.dtype != outcome.update.dtype:
-                one.account.bank(group.rounding(outcome.update, bucket.flat))
+            verdicts.append(outcome.non_finite)
+            if not outcome.delivered:
+                group.deliver(outcome.update, bucket.flat)
+                if one.account is not None and bucket.flat.dtype != outcome.update.dtype:
+                    one.account.bank(group.rounding(outcome.update, bucket.flat))
+                # The sum of finite gradients, or its cast to a narrower dtype, can overflow.
+                verdicts.append(is_any_non_finite(group, outcome.update, bucket.flat))
             if one.entries is None and outcome.sent is not None:
                 self.tally.add_counts(group, outcome.sent)
             elif one.entries is None and outcome.header is not None:
                 self.tally.add_counts(group, outcome.header.counts[self.driver.place.rank])
-        # The sum of finite gradients, or its cast to a narrower dtype, can overflow.
-        bad = bad | ~is_finite(bucket.flat)
-        bucket.flat.add_(torch.where(bad, torch.nan, 0.0).to(bucket.flat.dtype))
+        bad = any_of(verdicts)
+        poison_if(bad, bucket.flat)
         book.bad.append(bad)
         return bucket.flat
 
@@ -172,9 +180,10 @@ class Pipeline:
             return
         book.settled = True
         # A bucket without a verdict ended in an error, so its update was never used.
-        bad = torch.full((), discard or len(book.bad) < book.buckets, device=self.device)
-        for bucket_bad in book.bad:
-            bad = bad | bucket_bad
+        if discard or len(book.bad) < book.buckets:
+            bad = torch.ones((), dtype=torch.bool, device=self.device)
+        else:
+            bad = any_of(book.bad)
         for account in book.accounts:
             account.settle(bad)
 
@@ -185,7 +194,7 @@ class Pipeline:
             methods = {
                 slot.name: self.roster.assignments[slot.name].plan.method for slot in group.slots
             }
-            if type(account) is Account and all(
+            if type(account) in (Account, FusedAccount) and all(
                 isinstance(m, SparseMethod) for m in methods.values()
             ):
                 found |= dimension_stats(self.step, group, account, methods)

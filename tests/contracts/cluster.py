@@ -79,8 +79,10 @@ class Cluster:
         policy: Sequence[Rule] = (),
         deterministic: bool = False,
         scale: Callable[[], Tensor | None] = lambda: None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.world = world
+        self.device = torch.device(device)
         self.dtype = dtype
         self.infos = {n: parameter(n, s, dtype) for n, s in (shapes or SHAPES).items()}
         self.policy = policy
@@ -91,7 +93,7 @@ class Cluster:
                 self.plan(method),
                 driver,
                 Tally(Ledger(world)),
-                device=torch.device("cpu"),
+                device=self.device,
                 deterministic=deterministic,
                 scale=scale,
             )
@@ -124,7 +126,7 @@ class Cluster:
             layouts = self._layout(names)
             flats = []
             for rank in range(self.world):
-                flat = torch.zeros(layouts[rank].numel, dtype=self.dtype)
+                flat = torch.zeros(layouts[rank].numel, dtype=self.dtype, device=self.device)
                 for slot in layouts[rank].slots:
                     slot.view(flat).copy_(gradients[rank][slot.name])
                 flats.append(flat)
@@ -143,9 +145,9 @@ class Cluster:
             for name in names:
                 slots.append(self.infos[name].slot(offset))
                 offset += self.infos[name].numel
-            device = torch.device("cpu")
             self._layouts[key] = [
-                BucketLayout(tuple(slots), offset, self.dtype, device) for _ in range(self.world)
+                BucketLayout(tuple(slots), offset, self.dtype, self.device)
+                for _ in range(self.world)
             ]
         return self._layouts[key]
 
@@ -168,7 +170,9 @@ class Cluster:
         held = {name: self.pipelines[rank].roster.held(name, "residual") for name in self.infos}
         wide = torch.promote_types(self.dtype, torch.float32)
         return {
-            name: values if values is not None else torch.zeros(self.infos[name].shape, dtype=wide)
+            name: values
+            if values is not None
+            else torch.zeros(self.infos[name].shape, dtype=wide, device=self.device)
             for name, values in held.items()
         }
 

@@ -50,12 +50,14 @@ class Outcome:
     """What every rank holds afterwards, bit for bit the same."""
 
     update: Tensor
-    """Flat mean update of the group."""
+    """Flat mean update of the group; the bucket itself if it has been `delivered`."""
     non_finite: Tensor
     """bool []: some rank's gradient was not finite."""
     header: Header | None = None
     sent: Tensor | None = None
     """int [slots]: entries this rank sent, where the exchange decides that."""
+    delivered: bool = False
+    """Whether the update is in the bucket already, and `non_finite` tells of sums that overflowed too."""
 
 
 class Exchange(ABC):

@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from thinwire.kernels.cuda.fused import FLOAT_CODES, look, poison
+from thinwire.kernels.cuda.launch import has_kernels
 from thinwire.kernels.exact_topk import has_triton
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Flags
@@ -32,11 +34,30 @@ def inspect_pieces(pieces: Sequence[Tensor]) -> tuple[Flags, list[Tensor]]:
     return flags, [torch.where(piece.isfinite(), piece, 0.0) for piece in pieces]
 
 
-def is_finite(flat: Tensor) -> Tensor:
-    """bool []: no element is NaN or infinite."""
-    if not flat.numel():
-        return torch.ones((), dtype=torch.bool, device=flat.device)
-    return torch.linalg.vector_norm(flat, torch.inf).isfinite()
+def is_any_non_finite(group: Group, update: Tensor, bucket_flat: Tensor) -> Tensor:
+    """bool []: the group's delivered update has an element that is NaN or infinite."""
+    if (
+        update.dtype == bucket_flat.dtype
+        and update.dtype in FLOAT_CODES
+        and has_kernels(update.device)
+    ):
+        return look(update)
+    # A cast to a narrower dtype can overflow, so what was delivered counts.
+    largest = torch._foreach_norm(group.pieces(bucket_flat), torch.inf)
+    return ~torch.stack(list(largest)).isfinite().all()
+
+
+def any_of(flags: Sequence[Tensor]) -> Tensor:
+    """bool []: at least one of some flags, in one operation or none."""
+    return flags[0] if len(flags) == 1 else torch.stack(list(flags)).any()
+
+
+def poison_if(bad: Tensor, flat: Tensor) -> None:
+    """Not-a-number everywhere if `bad`, so that every rank skips the step."""
+    if flat.dtype in FLOAT_CODES and has_kernels(flat.device):
+        poison(flat, bad)
+    else:
+        flat.add_(torch.where(bad, torch.nan, 0.0).to(flat.dtype))
 
 
 def _flags(largest: Tensor) -> Flags:

@@ -29,6 +29,17 @@ class Binding:
         self.rescale(scale)
         return self.flat
 
+    def retarget(self, scale: Tensor | None) -> Tensor | None:
+        """float32 [1] that the buffer has to be multiplied with to be in units of `scale`, None if with nothing.
+
+        The caller multiplies.
+        """
+        if scale is None:
+            return None
+        ratio = scale if self.units is None else scale / self.units
+        self.units = scale.clone()
+        return ratio.reshape(1).float()
+
     def rest(self, flat: Tensor) -> None:
         """The step's work in the opened buffer is done; narrow storages pack it here."""
 
@@ -45,12 +56,9 @@ class Binding:
 
     def rescale(self, scale: Tensor | None) -> None:
         """Bring the buffer to the units of gradients scaled by `scale`."""
-        if scale is None:
-            return
-        ratio = scale if self.units is None else scale / self.units
-        if self.flat.device.type != "cpu" or float(ratio) != 1.0:
+        ratio = self.retarget(scale)
+        if ratio is not None and (self.flat.device.type != "cpu" or float(ratio) != 1.0):
             self.flat.mul_(ratio)
-        self.units = scale.clone()
 
 
 class FlatStore:

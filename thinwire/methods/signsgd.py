@@ -6,7 +6,7 @@ Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -91,9 +91,14 @@ class DenseSign(Dense):
 
 
 class DenseSignCompressor(DenseCompressor):
-    def _run(self, step: GroupStep, dtype: torch.dtype) -> Program[Outcome]:
-        outcome = yield from super()._run(step, dtype)
-        return Outcome(with_scale(outcome.update.sign(), step), outcome.non_finite)
+    def open(self, step: GroupStep) -> Opened:
+        opened = super().open(step)
+        return replace(opened, program=self._sign(opened.program, step))
+
+    def _sign(self, program: Program[Outcome], step: GroupStep) -> Program[Outcome]:
+        mean = (yield from program).update
+        # Not-a-number has no sign: it has to be seen before.
+        return Outcome(with_scale(mean.sign(), step), ~mean.isfinite().all())
 
 
 class VoteCompressor(Compressor):

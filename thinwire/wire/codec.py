@@ -99,6 +99,13 @@ class Codec:
             self._on_device[device] = Constants(*(tensor.to(device) for tensor in tensors))
         return self._on_device[device]
 
+    def fixed_header(self) -> Tensor:
+        """int32 [header words] on the CPU: what shapes alone tell, every place taken, no flags."""
+        words = torch.zeros(self.header_words, dtype=torch.int32)
+        words[:FIXED_WORDS] = self._fixed_words
+        self._slot_words(words)[:, 0] = self._full_counts
+        return words
+
     def encode(self, picks: Picks, flags: Flags) -> tuple[Tensor, Tensor]:
         """(payload, the values as every rank will decode them)."""
         device = picks.values.device

@@ -66,6 +66,16 @@ class FixedWidthCode(IndexCode):
         # Wide entries first keeps every run aligned for a typed view of the bytes.
         return sorted(runs, key=lambda run: -run[2])
 
+    def slot_places(self, table: RowTable) -> list[tuple[int, int]]:
+        """(byte of its first index, bytes per index) of every slot."""
+        places, at = {}, 0
+        for start, stop, width in self._runs(table):
+            for which, first in enumerate(table.entry_starts[:-1]):
+                if start <= first < stop:
+                    places[which] = (at + (first - start) * width, width)
+            at += (stop - start) * width
+        return [places[which] for which in range(len(table.rows))]
+
     def nbytes(self, table: RowTable) -> int:
         return sum((stop - start) * width for start, stop, width in self._runs(table))
 

@@ -1,0 +1,85 @@
+"""The fused kernels on a GPU against the parts they stand for, on whole layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.kernels.test_fused import adtopk, compare
+from thinwire import fused
+from thinwire.kernels import inspection
+from thinwire.kernels.cuda.launch import has_kernels
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LAYERS = {
+    "attention": (1024, 1024),
+    "up": (4096, 1024),
+    "down": (1024, 4096),
+    "conv": (512, 512, 3, 3),
+    "stem": (64, 3, 7, 7),
+    "classifier": (512, 25_088),
+    "point": (256, 64, 1, 1),
+    "gpt": (768, 1280),
+    "tail": (10, 131),
+}
+COLUMNS = {"embedding": (30_522, 128), "conv1d": (1280, 5120), "small": (3072, 768)}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    def switch(on: bool) -> None:
+        for module in (fused, inspection):
+            monkeypatch.setattr(module, "has_kernels", lambda device: on and has_kernels(device))
+
+    return switch
+
+
+def draw(cluster, count):
+    generator = torch.Generator(device="cuda").manual_seed(count)
+    return [
+        {
+            name: torch.randn(info.shape, generator=generator, device="cuda").to(cluster.dtype)
+            for name, info in cluster.infos.items()
+        }
+        for _ in range(cluster.world)
+    ]
+
+
+def tied(cluster, count):
+    return [
+        {name: (g * 2).round() / 2 for name, g in by_name.items()}
+        for by_name in draw(cluster, count)
+    ]
+
+
+@pytest.mark.parametrize("gradients", [draw, tied])
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.3])
+def test_layers(kernels, density, gradients):
+    compare(kernels, adtopk(density), gradients, shapes=LAYERS, device="cuda")
+
+
+@pytest.mark.parametrize("gradients", [draw, tied])
+def test_columns(kernels, gradients):
+    compare(kernels, adtopk(0.01, axis=0), gradients, shapes=COLUMNS, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients(kernels, dtype):
+    compare(kernels, adtopk(0.01), draw, shapes=LAYERS, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("values", ["fp32", "fp16"])
+def test_value_codes(kernels, values):
+    compare(kernels, adtopk(0.01, values=values), draw, shapes=LAYERS, device="cuda")
+
+
+@pytest.mark.parametrize("gradients", [draw, tied])
+@pytest.mark.parametrize("density", [0.001, 0.01])
+def test_whole_tensors(kernels, density, gradients):
+    method = tw.TopK(density=density, dense_fallback=False)
+    compare(kernels, method, gradients, shapes=LAYERS, device="cuda")

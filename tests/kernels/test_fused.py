@@ -1,0 +1,216 @@
+"""The fused CUDA kernels, run on the CPU, give the bits of the parts they stand for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.contracts.cluster import Cluster
+from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
+from thinwire import fused
+from thinwire.fused import FusedAccount
+from thinwire.kernels import inspection
+from thinwire.kernels.cuda import tables
+from thinwire.kernels.cuda.fused import FusedTopK
+from thinwire.kernels.cuda.tables import register_shape
+
+pytestmark = [needs_compiler, pytest.mark.timeout(300)]
+
+SHAPES = {
+    "short": (5, 7),
+    "row": (3, 128),
+    "odd": (4, 131),
+    "conv": (6, 3, 3, 3),
+    "wide": (2, 1300),
+    "last": (2, 36),
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Clusters made inside run the kernels; `off()` goes back to the parts."""
+
+    def switch(on: bool) -> None:
+        for module in (fused, inspection):
+            monkeypatch.setattr(module, "has_kernels", lambda device: on)
+
+    monkeypatch.setattr(FusedTopK, "compiler", staticmethod(compile_for_cpu))
+    switch(True)
+    return switch
+
+
+def compare(kernels, method, gradients_of, *, steps=3, world=2, shapes=SHAPES, **options):
+    """Run the same steps with and without kernels; every bit of update and residual must agree."""
+    clusters = []
+    for on in (True, False):
+        kernels(on)
+        clusters.append(Cluster(world, method, shapes=shapes, **options))
+        results = []
+        for count in range(steps):
+            gradients = gradients_of(clusters[-1], count)
+            updates = clusters[-1].step(gradients)
+            residuals = [clusters[-1].residuals(rank) for rank in range(world)]
+            results.append((updates, residuals))
+        if on:
+            fast = results
+            accounts = [a for p in clusters[-1].pipelines for a in p._book.accounts]
+            assert any(isinstance(a, FusedAccount) for a in accounts), "the kernels did not run"
+    for count, (ours, theirs) in enumerate(zip(fast, results, strict=True)):
+        for rank in range(world):
+            for name in shapes:
+                for kind, mine, other in (
+                    ("update", ours[0], theirs[0]),
+                    ("residual", ours[1], theirs[1]),
+                ):
+                    left, right = mine[rank][name], other[rank][name]
+                    assert torch.equal(left.nan_to_num(nan=7e7), right.nan_to_num(nan=7e7)), (
+                        f"{kind} of {name} on rank {rank} in step {count}"
+                    )
+    return clusters
+
+
+def random(cluster, count):
+    return cluster.random(count)
+
+
+def adtopk(density=0.05, **options):
+    return tw.ADTopK(density=density, dense_fallback=False, **options)
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("density", [0.02, 0.3])
+def test_rows_in_registers(kernels, values, density):
+    compare(kernels, adtopk(density, values=values), random)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_worlds(kernels, world):
+    compare(kernels, adtopk(indices="int32"), random, world=world)
+
+
+def test_everything_kept(kernels):
+    compare(kernels, adtopk(1.0), random)
+
+
+def test_strided_rows(kernels):
+    shapes = {"few": (300, 3), "many": (70, 19), "cube": (40, 2, 9)}
+    compare(kernels, adtopk(0.1, axis=0), random, shapes=shapes)
+
+
+def test_neighbouring_columns(kernels):
+    shapes = {"short": (50, 16), "cube": (30, 2, 8), "long": (1500, 8), "longer": (3000, 8)}
+    compare(kernels, adtopk(0.1, axis=0), random, shapes=shapes, steps=2)
+
+
+def test_rows_beyond_registers(kernels):
+    compare(kernels, adtopk(0.01), random, shapes={"long": (1, 45_000), "short": (3, 50)}, steps=2)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "constant", "few"])
+@pytest.mark.parametrize("keep", [0.01, 0.4])
+def test_giant_rows(kernels, monkeypatch, kind, keep):
+    monkeypatch.setattr(tables, "GIANT", 20_000)
+
+    def gradients(cluster, count):
+        made = cluster.random(count)
+        for by_name in made:
+            g = by_name["tensor"]
+            if kind == "ties":
+                by_name["tensor"] = (g * 2).round() / 2
+            elif kind == "constant":
+                by_name["tensor"] = torch.full_like(g, 0.5)
+            elif kind == "few":
+                by_name["tensor"] = torch.where(g > 3.2, g, 0.0)
+        return made
+
+    method = tw.TopK(density=keep, dense_fallback=False)
+    shapes = {"tensor": (3, 18_001), "small": (5, 50)}
+    compare(kernels, method, gradients, shapes=shapes, steps=2)
+
+
+@pytest.mark.parametrize("axis", ["auto", 0])
+@pytest.mark.parametrize("kind", ["ties", "zeros", "constant", "tiny", "huge"])
+def test_adversarial_values(kernels, kind, axis):
+    def gradients(cluster, count):
+        made = cluster.random(count)
+        for by_name in made:
+            for name, g in by_name.items():
+                if kind == "ties":
+                    by_name[name] = (g * 2).round() / 2
+                elif kind == "zeros":
+                    by_name[name] = torch.where(g > 1.5, g, 0.0)
+                elif kind == "constant":
+                    by_name[name] = torch.full_like(g, -0.25)
+                elif kind == "tiny":
+                    by_name[name] = g * 1e-41
+                else:
+                    by_name[name] = g * 2e37
+        return made
+
+    shapes = {"row": (3, 128), "odd": (4, 131)}
+    if axis == 0:
+        shapes = {"columns": (40, 8), "odd": (40, 11)}
+    compare(kernels, adtopk(0.1, axis=axis, values="fp16"), gradients, shapes=shapes)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_gradient(kernels, value):
+    def gradients(cluster, count):
+        made = cluster.random(count)
+        if count == 1:
+            made[1]["odd"][2, 5] = value
+        return made
+
+    compare(kernels, adtopk(), gradients)
+
+
+def test_slots_without_a_gradient(kernels):
+    def gradients(cluster, count):
+        made = cluster.random(count)
+        for rank, by_name in enumerate(made):
+            if count == 1 or rank == 0:
+                by_name["row"].zero_()
+        return made
+
+    compare(kernels, adtopk(), gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients(kernels, dtype):
+    compare(kernels, adtopk(), random, dtype=dtype)
+
+
+def test_changing_scale(kernels):
+    current = torch.tensor(1024.0)
+
+    def scaled(cluster, count):
+        current.fill_([1024.0, 2048.0, 512.0][count])
+        return cluster.random(count)
+
+    compare(kernels, adtopk(), scaled, scale=lambda: current)
+
+
+def test_discarded_steps_give_everything_back(kernels):
+    cluster = Cluster(2, adtopk(), shapes=SHAPES)
+    gradients = cluster.random(0)
+    cluster.step(gradients)
+    for pipeline in cluster.pipelines:
+        pipeline.settle(discard=True)
+    for rank in range(2):
+        held = cluster.residuals(rank)
+        for name, gradient in gradients[rank].items():
+            assert torch.equal(held[name], gradient)
+
+
+@pytest.mark.parametrize("length", [1, 31, 128, 129, 1024, 1280, 1281, 4096, 25_088, 32_768])
+def test_a_register_shape_holds_its_row(length):
+    warps, elements = register_shape(length)
+    assert elements % 4 == 0 and 32 * warps * elements >= length
+    assert warps == 1 or 32 * (warps // 2) * 40 < length
+
+
+def test_longer_rows_have_no_register_shape():
+    assert register_shape(32_769) is None

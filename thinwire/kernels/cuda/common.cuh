@@ -1,0 +1,184 @@
+// What all kernels share: the row table, magnitudes as bits, wire floats.
+//
+// The same sources run on the CPU in the tests (tests/kernels/cuda_on_cpu.h), so they use plain C++ and a few warp functions.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+
+#ifndef DYNAMIC_SHARED
+#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+#endif
+
+#define EVERY_LANE 0xffffffffu
+#define INFINITE 0x7f800000
+
+// One row of a group; written by thinwire/kernels/cuda/tables.py. Offsets of elements, except in the payload.
+struct Row {
+    i64 gradient;  // in the bucket
+    i64 memory;    // in the group's own buffer
+    i64 values;    // byte of its first value in the payload
+    i64 indices;   // byte of its first index in the payload
+    int length;
+    int keep;
+    int stride;
+    int slot;
+    int wide;        // 1: 32-bit indices, 0: 16-bit
+    int vector;      // 1: four elements at a time are aligned in bucket and memory
+    int neighbours;  // how many rows, from this one on, lie one element further each
+    int unused;
+};
+
+// Words of the payload header, as in thinwire/wire/codec.py.
+#define HEADER_FLAGS 1
+#define HEADER_FIXED 5
+#define HEADER_SLOT 2
+#define HEADER_HAD 1
+
+static __device__ __forceinline__ int* had_word(u8* payload, int slot) {
+    return reinterpret_cast<int*>(payload) + HEADER_FIXED + slot * HEADER_SLOT + HEADER_HAD;
+}
+
+// -- wire floats: integer arithmetic, so that a cast needs no header and is the same everywhere ------------------------
+
+static __device__ __forceinline__ u16 to_bf16(float x) {
+    u32 bits = __float_as_uint(x);
+    return (u16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+static __device__ __forceinline__ float from_bf16(u16 code) { return __uint_as_float((u32)code << 16); }
+
+static __device__ __forceinline__ u16 to_fp16(float x) {
+    u32 bits = __float_as_uint(x), sign = (bits >> 16) & 0x8000, m = bits & 0x7fffffff;
+    if (m >= 0x38800000) {  // a normal number of fp16
+        m += 0xfff + ((m >> 13) & 1);
+        return (u16)(sign | ((m - 0x38000000) >> 13));
+    }
+    if (m < 0x33000000) return (u16)sign;  // below half of the smallest
+    u32 exponent = m >> 23, mantissa = (m & 0x7fffff) | 0x800000, shift = 126 - exponent;
+    u32 kept = mantissa >> shift, rest = mantissa & ((1u << shift) - 1), half = 1u << (shift - 1);
+    kept += rest > half || (rest == half && (kept & 1));
+    return (u16)(sign | kept);
+}
+
+static __device__ __forceinline__ float from_fp16(u16 code) {
+    u32 sign = (u32)(code & 0x8000) << 16, exponent = (code >> 10) & 31, mantissa = code & 1023;
+    if (exponent == 31) return __uint_as_float(sign | 0x7f800000 | (mantissa << 13));
+    if (exponent) return __uint_as_float(sign | ((exponent + 112) << 23) | (mantissa << 13));
+    // A subnormal: mantissa x 2^-24, exact in float32.
+    return __uint_as_float(__float_as_uint((float)mantissa * 5.9604644775390625e-8f) | sign);
+}
+
+#if VALUE_CODE == 0
+typedef float Value;
+#define LARGEST 3.4028234663852886e38f
+static __device__ __forceinline__ Value to_wire(float x) { return x; }
+static __device__ __forceinline__ float from_wire(Value x) { return x; }
+#elif VALUE_CODE == 1
+typedef u16 Value;
+#define LARGEST 3.3895313892515355e38f
+static __device__ __forceinline__ Value to_wire(float x) { return to_bf16(x); }
+static __device__ __forceinline__ float from_wire(Value x) { return from_bf16(x); }
+#else
+typedef u16 Value;
+#define LARGEST 65504.0f
+static __device__ __forceinline__ Value to_wire(float x) { return to_fp16(x); }
+static __device__ __forceinline__ float from_wire(Value x) { return from_fp16(x); }
+#endif
+
+#if GRADIENT_CODE == 0
+typedef float Gradient;
+typedef float4 Quad;
+static __device__ __forceinline__ float to_float(Gradient x) { return x; }
+#elif GRADIENT_CODE == 1
+typedef u16 Gradient;
+typedef ushort4 Quad;
+static __device__ __forceinline__ float to_float(Gradient x) { return from_bf16(x); }
+#else
+typedef u16 Gradient;
+typedef ushort4 Quad;
+static __device__ __forceinline__ float to_float(Gradient x) { return from_fp16(x); }
+#endif
+
+static __device__ __forceinline__ int read_index(const u8* at, int place, int wide) {
+    return wide ? reinterpret_cast<const int*>(at)[place] : reinterpret_cast<const u16*>(at)[place];
+}
+
+// -- warps ------------------------------------------------------------------------------------------------------------
+
+static __device__ __forceinline__ int warp_sum(int x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(EVERY_LANE, x, step);
+    return x;
+#else
+    return __reduce_add_sync(EVERY_LANE, x);
+#endif
+}
+
+static __device__ __forceinline__ int warp_max(int x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    for (int step = 16; step; step >>= 1) x = max(x, __shfl_xor_sync(EVERY_LANE, x, step));
+    return x;
+#else
+    return __reduce_max_sync(EVERY_LANE, x);
+#endif
+}
+
+// A barrier for some warps of a block; `which` is not 0, which is __syncthreads.
+static __device__ __forceinline__ void sync_threads(int which, int threads) {
+#ifdef __CUDA_ARCH__
+    asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
+#else
+    sync_some(which, threads);
+#endif
+}
+
+static __device__ __forceinline__ int lanes_before(u32 ballot, int lane) {
+    return __popc(ballot & ((1u << lane) - 1));
+}
+
+// One compensated element; what is not finite counts as no gradient and is reported.
+static __device__ __forceinline__ float compensate(Gradient raw, float held, float ratio, bool& had, bool& bad) {
+    float gradient = to_float(raw);
+    int bits = __float_as_int(gradient) & 0x7fffffff;
+    had |= bits != 0;
+    if (bits >= INFINITE) {
+        bad = true;
+        gradient = 0.0f;
+    }
+    // Never contracted to one rounding: the reference rounds twice.
+    return __fadd_rn(__fmul_rn(held, ratio), gradient);
+}
+
+// The same without looking: `any` and `top` tell afterwards whether there was a gradient and whether one was not finite.
+static __device__ __forceinline__ float compensate_unseen(Gradient raw, float held, float ratio, int& any, int& top) {
+    float gradient = to_float(raw);
+    int bits = __float_as_int(gradient) & 0x7fffffff;
+    any |= bits;
+    top = max(top, bits);
+    return __fadd_rn(__fmul_rn(held, ratio), gradient);
+}
+
+// Loads that are under way at once: memory is far away, and a loop that waits for each of them is many times slower.
+#define BATCH 8
+
+// Write one chosen entry to the payload; returns what stays in memory.
+static __device__ __forceinline__ float send(float c, int index, int place, const Row& row, u8* payload, bool& bad) {
+    bad |= (__float_as_int(c) & 0x7fffffff) >= INFINITE;
+    Value code = to_wire(fminf(fmaxf(c, -LARGEST), LARGEST));
+    reinterpret_cast<Value*>(payload + row.values)[place] = code;
+    if (row.wide)
+        reinterpret_cast<int*>(payload + row.indices)[place] = index;
+    else
+        reinterpret_cast<u16*>(payload + row.indices)[place] = (u16)index;
+    float left = __fsub_rn(c, from_wire(code));
+    return (__float_as_int(left) & 0x7fffffff) >= INFINITE ? 0.0f : left;
+}
+
+// Raise a flag that many threads may raise at once; looking first keeps them from queueing at one address.
+template <class Flag>
+static __device__ __forceinline__ void raise(Flag* flag) {
+    volatile Flag* seen = flag;
+    if (*seen != 1) *seen = 1;
+}

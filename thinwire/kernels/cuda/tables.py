@@ -1,0 +1,316 @@
+"""The tables that tell the CUDA kernels where every row of a group lies; written once per layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ExchangeError
+from thinwire.plan.groups import Group
+from thinwire.select.rows import SlotRows
+from thinwire.wire.codec import FIXED_WORDS, Codec
+from thinwire.wire.fixed import FixedWidthCode
+from thinwire.wire.floats import FloatCode
+
+WARP = 32
+MAX_WARPS = 16
+MAX_ELEMENTS = 40
+"""Elements of a row per lane: what fits in registers beside the search."""
+MOST_ELEMENTS = 64
+"""The same for the longest rows, which have no more warps to spread over."""
+COLUMNS = 8
+"""Strided rows that lie next to each other: 32 bytes, the unit in which memory is read."""
+MAX_COLUMN_WARPS = 4
+"""Four columns of four warps fill a block; then two blocks share a unit."""
+MAX_SHORT = 2048
+"""The longest row that one warp decodes in shared memory."""
+SHARED_WORDS = 8192
+"""Shared memory of a tile, in words: its histograms, later one bit per element."""
+BINS = 1024
+PIECE = 8192
+CHUNK = 16384
+"""Elements of a giant row that one block counts."""
+GIANT = 1 << 18
+FEW_ROWS = 64
+"""A slot of that many elements in fewer rows than a GPU has processors is cut into chunks."""
+COLD_SHIFT = 21
+"""Bits per bin before anything is known: all exponents in 1024 bins."""
+CANDIDATES_PER_ENTRY = 3
+SPARE_CANDIDATES = 1024
+"""Room for the candidates of a giant row; a row that has more goes the slow way."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowLaunch:
+    """Rows that share a register shape."""
+
+    warps: int
+    elements: int
+    columns: int
+    """Neighbouring strided rows that a block takes together; 1 for contiguous rows."""
+    rows: Tensor
+    guesses: Tensor
+    """int32 [rows]: where the search of each row starts; only speed depends on it."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Columns are turned in shared memory, each with one element to spare."""
+        longest = WARP * self.warps * self.elements
+        return 0 if self.columns == 1 else 4 * self.columns * (longest + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class TileLaunch:
+    """Rows that are strided or long; `parts` are the tiles or pieces of them that one block takes."""
+
+    fibres: int
+    words: int
+    """32-bit words that hold one bit per element of the longest row."""
+    rows: Tensor
+    parts: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class GiantLaunch:
+    """Rows too long for one block, with the buffers that their selection works in."""
+
+    rows: Tensor
+    chunks: Tensor
+    """int64 [chunks, 2]: struct Chunk."""
+    first_chunks: Tensor
+    """int32 [rows]"""
+    giants: Tensor
+    """int32 [rows, 13]: struct Giant."""
+    histograms: Tensor
+    """int16 [chunks, bins]"""
+    starts: Tensor
+    """int32 [chunks]: where each chunk's candidates begin."""
+    list_bits: Tensor
+    list_index: Tensor
+    tallies: Tensor
+    """int32 [chunks, 2]"""
+
+
+@dataclass(frozen=True, eq=False)
+class ShortLaunch:
+    """Contiguous rows that one warp each decodes."""
+
+    longest: int
+    rows: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Everything the kernels need to know about one codec on one group."""
+
+    encode_rows: Sequence[RowLaunch]
+    encode_tiles: Sequence[TileLaunch]
+    encode_giants: GiantLaunch | None
+    decode_rows: Sequence[ShortLaunch]
+    decode_tiles: Sequence[TileLaunch]
+    all_rows: Tensor
+    template: Tensor
+    """uint8: the payload's header without flags, then zeros."""
+    expected: Tensor
+    """int32: the header's fixed words and the places of each slot."""
+
+
+def is_contiguous(rows: SlotRows) -> bool:
+    return rows.stride == 1 or rows.length == 1
+
+
+def register_shape(length: int) -> tuple[int, int] | None:
+    """(warps, elements per lane) of the fewest warps that hold a row, None if it is too long."""
+    warps = 1
+    while warps <= MAX_WARPS:
+        elements = -(-length // (4 * WARP * warps)) * 4
+        if elements <= (MAX_ELEMENTS if warps < MAX_WARPS else MOST_ELEMENTS):
+            return warps, elements
+        warps *= 2
+    return None
+
+
+def block_shape(rows: SlotRows) -> tuple[int, int, int] | None:
+    """(warps, elements per lane, columns) with which a row is selected in registers, None if it does not fit."""
+    shape = register_shape(rows.length)
+    if shape is None or is_contiguous(rows):
+        return shape and (*shape, 1)
+    whole_blocks = bool(rows.sizes) and rows.strides[-1] == 1 and rows.sizes[-1] % COLUMNS == 0
+    if not whole_blocks or shape[0] > MAX_COLUMN_WARPS:
+        return None
+    return (*shape, COLUMNS if shape[0] < MAX_COLUMN_WARPS else COLUMNS // 2)
+
+
+def tile_fibres(rows: SlotRows) -> int | None:
+    """How many neighbouring rows one block takes; None if not even one fits, or if it would keep one block too long."""
+    fibres = 1 if is_contiguous(rows) else COLUMNS
+    if rows.count * rows.length >= GIANT and rows.count < FEW_ROWS:
+        return None
+    while fibres and fibres * max(BINS, words_of(rows)) > SHARED_WORDS:
+        fibres //= 2
+    return fibres or None
+
+
+def words_of(rows: SlotRows) -> int:
+    return -(-rows.length // 32)
+
+
+def make_tables(group: Group, codec: Codec) -> Tables:
+    device = group.device
+    described = describe_rows(group, codec)
+    by_shape: dict[tuple[int, int, int], list[Tensor]] = {}
+    by_tile: dict[tuple[int, int], list[Tensor]] = {}
+    giants: list[tuple[SlotRows, Tensor]] = []
+    short: dict[int, list[Tensor]] = {}
+    pieces: dict[int, list[tuple[Tensor, int]]] = {}
+    for rows, table in zip(codec.table.rows, described, strict=True):
+        shape = block_shape(rows)
+        if shape is not None:
+            by_shape.setdefault(shape, []).append(table)
+        elif (fibres := tile_fibres(rows)) is not None:
+            by_tile.setdefault((fibres, words_of(rows)), []).append(table)
+        else:
+            giants.append((rows, table))
+        if is_contiguous(rows) and rows.length <= MAX_SHORT:
+            longest = max(128, 1 << (rows.length - 1).bit_length())
+            short.setdefault(longest, []).append(table)
+        else:
+            fibres = 1 if is_contiguous(rows) else COLUMNS
+            pieces.setdefault(fibres, []).append((table, rows.length))
+    header = codec.fixed_header()
+    template = torch.zeros(codec.nbytes, dtype=torch.uint8)
+    template[: header.nbytes] = header.view(torch.uint8)
+    places = torch.tensor([rows.entries for rows in codec.table.rows], dtype=torch.int32)
+    return Tables(
+        encode_rows=[
+            RowLaunch(
+                *shape,
+                torch.cat(tables).to(device),
+                torch.zeros(sum(map(len, tables)), dtype=torch.int32, device=device),
+            )
+            for shape, tables in by_shape.items()
+        ],
+        encode_tiles=[
+            TileLaunch(
+                fibres, words, torch.cat(tables).to(device), tiles(tables, fibres).to(device)
+            )
+            for (fibres, words), tables in by_tile.items()
+        ],
+        encode_giants=make_giants(giants, device) if giants else None,
+        decode_rows=[
+            ShortLaunch(longest, torch.cat(tables).to(device)) for longest, tables in short.items()
+        ],
+        decode_tiles=[
+            TileLaunch(
+                fibres,
+                0,
+                torch.cat([table for table, _ in tables]).to(device),
+                cut_pieces(tables, fibres).to(device),
+            )
+            for fibres, tables in pieces.items()
+        ],
+        all_rows=torch.cat(described).to(device),
+        template=template.to(device),
+        expected=torch.cat([header[:FIXED_WORDS], places]).to(device),
+    )
+
+
+def make_giants(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) -> GiantLaunch:
+    """Chunks of every row, and room for its candidates."""
+    chunk_parts, first_chunks, giants = [], [], []
+    chunks, listed, number = 0, 0, 0
+    for rows, _ in slots:
+        starts = torch.arange(0, rows.length, CHUNK)
+        capacity = min(rows.length, CANDIDATES_PER_ENTRY * rows.keep + SPARE_CANDIDATES)
+        for _ in range(rows.count):
+            chunk_parts.append(
+                torch.stack([number | torch.full_like(starts, chunks) << 32, starts], 1)
+            )
+            first_chunks.append(chunks)
+            giants.append([len(starts), listed, capacity, 0, COLD_SHIFT, *[0] * 8])
+            number, chunks, listed = number + 1, chunks + len(starts), listed + capacity
+    if listed >= 1 << 31:
+        raise ExchangeError(f"a bucket's candidates ({listed}) do not fit 31-bit places")
+
+    def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return GiantLaunch(
+        rows=torch.cat([table for _, table in slots]).to(device),
+        chunks=torch.cat(chunk_parts).to(device),
+        first_chunks=torch.tensor(first_chunks, dtype=torch.int32).to(device),
+        giants=torch.tensor(giants, dtype=torch.int32).to(device),
+        histograms=room(chunks, BINS, dtype=torch.int16),
+        starts=room(chunks),
+        list_bits=room(listed),
+        list_index=room(listed),
+        tallies=room(chunks, 2),
+    )
+
+
+def describe_rows(group: Group, codec: Codec) -> list[Tensor]:
+    """int64 [rows, 8] for each slot: struct Row of common.cuh, two 32-bit numbers to a word."""
+    assert isinstance(codec.values, FloatCode) and isinstance(codec.indices, FixedWidthCode)
+    item = codec.values.dtype.itemsize
+    index_places = codec.indices.slot_places(codec.table)
+    tables = []
+    for which, (source, rows) in enumerate(zip(group.sources, codec.table.rows, strict=True)):
+        offsets = rows.row_offsets()
+        into_bucket = source.offset - rows.slot.offset
+        numbers = torch.arange(rows.count)
+        first_index, width = index_places[which]
+        aligned = rows.stride == 1 and rows.length % 4 == 0
+        vector = ((offsets % 4 == 0) & ((offsets + into_bucket) % 4 == 0)).long() * int(aligned)
+        columns = [
+            offsets + into_bucket,
+            offsets,
+            codec.values_at + (codec.table.entry_starts[which] + numbers * rows.keep) * item,
+            codec.indices_at + first_index + numbers * rows.keep * width,
+            torch.full((rows.count,), rows.length | rows.keep << 32),
+            torch.full((rows.count,), rows.stride | which << 32),
+            int(width == 4) | vector << 32,
+            neighbours(offsets),
+        ]
+        tables.append(torch.stack(columns, 1))
+    return tables
+
+
+def neighbours(offsets: Tensor) -> Tensor:
+    """How many rows, from each on, begin one element after the one before."""
+    breaks = (offsets.diff() != 1).nonzero()[:, 0] + 1
+    ends = torch.cat([breaks, torch.tensor([len(offsets)])])
+    places = torch.arange(len(offsets))
+    return ends[torch.searchsorted(ends, places, right=True)] - places
+
+
+def tiles(tables: Sequence[Tensor], fibres: int) -> Tensor:
+    """int32 [tiles, 2]: (first row, rows) of every block; a block stays inside a slot."""
+    parts, before = [], 0
+    for table in tables:
+        first = torch.arange(0, len(table), fibres, dtype=torch.int32)
+        parts.append(torch.stack([before + first, (len(table) - first).clamp(max=fibres).int()], 1))
+        before += len(table)
+    return torch.cat(parts).int()
+
+
+def cut_pieces(tables: Sequence[tuple[Tensor, int]], fibres: int) -> Tensor:
+    """int32 [pieces, 3]: (first row, rows, first element) of every block."""
+    heads = tiles([table for table, _ in tables], fibres)
+    parts, at = [], 0
+    for table, length in tables:
+        mine = heads[at : at + -(-len(table) // fibres)]
+        at += len(mine)
+        starts = torch.arange(0, length, PIECE // fibres, dtype=torch.int32)
+        parts.append(
+            torch.cat(
+                [
+                    mine.repeat_interleave(len(starts), 0),
+                    starts.repeat(len(mine))[:, None],
+                ],
+                1,
+            )
+        )
+    return torch.cat(parts)
