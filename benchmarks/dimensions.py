@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 import thinwire.horovod as hvd
 from thinwire.observe.dimensions import plot_dimensions
-from thinwire.recipes.config import Training
-from thinwire.recipes.loop import batches
+from thinwire.recipes.examples import DataOptions
 from thinwire.recipes.tasks import find_task
 
 EPOCHS = 6
@@ -28,17 +27,21 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     hvd.init()
     task = find_task("digits")
-    data = task.load()
-    training: Training = task.training
+    data = task.load(DataOptions())
+    training = task.training
     torch.manual_seed(training.seed)
-    model = DistributedDataParallel(task.build())
+    model = DistributedDataParallel(task.build(data.kind, False))
     handle = tw.attach(model, tw.TopK(density=0.01))
     optimizer = torch.optim.SGD(model.parameters(), lr=training.lr, momentum=training.momentum)
     history = []
     for epoch in range(EPOCHS):
-        for step, (inputs, targets) in enumerate(batches(data.train, training, epoch)):
+        dealt = data.train.deal(
+            seed=training.seed, epoch=epoch, rank=0, world=1, batch_size=training.batch_size
+        )
+        for step, places in enumerate(dealt):
             optimizer.zero_grad()
-            task.loss(model(inputs), targets).backward()
+            loss, _ = data.kind.loss(model, data.train.batch(places, None), None)
+            loss.backward()
             if step % LOOK_EVERY == 0:
                 history.append(handle.stats(dimensions=True).dimensions)
             optimizer.step()

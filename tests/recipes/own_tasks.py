@@ -4,56 +4,56 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from thinwire.recipes.config import Training
-from thinwire.recipes.tasks import Data, Examples, Task
+from thinwire.recipes.examples import Batch, Data, DataOptions, TensorExamples
+from thinwire.recipes.kinds import Carry, Kind
+from thinwire.recipes.objectives.images import Images
+from thinwire.recipes.tasks import Task
 
 
-def load() -> Data:
+def numbers(kind: Kind) -> Data:
     """Which of three numbers is the largest?"""
     inputs = torch.rand(150, 3, generator=torch.Generator().manual_seed(1))
-    examples = Examples(inputs, inputs.argmax(1))
-    return Data(examples, examples)
+    examples = TensorExamples((inputs, inputs.argmax(1)))
+    return Data(kind, examples, examples)
 
 
-def build() -> nn.Module:
+def load(options: DataOptions) -> Data:
+    return numbers(Images(channels=1, height=1, width=3, classes=3))
+
+
+def build(kind: Kind, tiny: bool) -> nn.Module:
     return nn.Sequential(
         nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 3)
     )
 
 
-def score(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs.argmax(1) == targets).float()
+@dataclass(frozen=True, kw_only=True)
+class Raising(Images):
+    """Breaks on rank 1: raises, or is killed."""
+
+    killed: bool
+
+    def loss(self, model: nn.Module, batch: Batch, carry: Carry) -> tuple[Tensor, Carry]:
+        if os.environ["RANK"] == "1":
+            if self.killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("the cat sat on the keyboard")
+        return super().loss(model, batch, carry)
 
 
-def is_broken_rank() -> bool:
-    return os.environ["RANK"] == "1"
-
-
-def raise_on_rank_1(outputs: Tensor, targets: Tensor) -> Tensor:
-    if is_broken_rank():
-        raise RuntimeError("the cat sat on the keyboard")
-    return cross_entropy(outputs, targets)
-
-
-def die_on_rank_1(outputs: Tensor, targets: Tensor) -> Tensor:
-    if is_broken_rank():
-        os.kill(os.getpid(), signal.SIGKILL)
-    return cross_entropy(outputs, targets)
+def load_breaking(killed: bool) -> Data:
+    return numbers(Raising(channels=1, height=1, width=3, classes=3, killed=killed))
 
 
 TINY = Task(
-    load=load,
-    build=build,
-    loss=cross_entropy,
-    score=score,
-    training=Training(epochs=2, batch_size=8, lr=0.1, warmup_steps=3),
+    load=load, build=build, training=Training(epochs=2, batch_size=8, lr=0.1, warmup_steps=3)
 )
-RAISING = replace(TINY, loss=raise_on_rank_1)
-DYING = replace(TINY, loss=die_on_rank_1)
+RAISING = replace(TINY, load=lambda options: load_breaking(killed=False))
+DYING = replace(TINY, load=lambda options: load_breaking(killed=True))
 NOT_A_TASK = 7

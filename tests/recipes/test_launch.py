@@ -18,7 +18,7 @@ from tests.recipes.test_output import ROW
 from thinwire.cli import main
 from thinwire.errors import JobError
 from thinwire.observe.metrics import read_metrics
-from thinwire.recipes.config import Job, Training, read_job, write_job
+from thinwire.recipes.job import Job, build_job, read_job, write_job
 from thinwire.recipes.launch import judge, worker_environment
 from thinwire.recipes.worker import hand_over
 
@@ -32,8 +32,8 @@ def _at_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_job(out: Path, workers: int = 2) -> Job:
-    training = Training(epochs=1, batch_size=8, lr=0.1)
-    return Job(task="digits", methods=("dense",), training=training, workers=workers, out=out)
+    settings = {"task": {"name": "digits"}, "run": {"workers": workers}}
+    return build_job("train", settings, out=out)
 
 
 def test_train_digits_for_one_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +48,7 @@ def test_train_digits_for_one_epoch(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert shown.err == ""
 
     assert sorted(path.name for path in out.iterdir()) == [
+        "config.toml",
         "metrics.jsonl",
         "summary.json",
         "training.png",
@@ -58,7 +59,8 @@ def test_train_digits_for_one_epoch(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert row["replicas_identical"] is True
     assert row["ratio"] > 20
     assert 0.01 < row["density"] < 0.025
-    assert summary["job"]["options"]["density"] == 0.02
+    assert summary["job"]["method"] == {"name": "adtopk", "density": 0.02}
+    assert row["origin"]["versions"] == summary["versions"]
     assert {"torch", "thinwire", "python"} <= set(summary["versions"])
     assert summary["hardware"]["cores"] >= 1
 

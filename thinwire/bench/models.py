@@ -1,4 +1,4 @@
-"""Models of the step benchmark: random weights from a configuration, synthetic data on the device.
+"""Models of the step benchmark: the recipes' models with random weights, synthetic data on the device.
 
 Nothing is downloaded. transformers and torchvision are imported only when one of their models is asked for.
 """
@@ -18,9 +18,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from thinwire.errors import UsageError
+from thinwire.recipes.kinds import Kind
+from thinwire.recipes.models.bert import bert_base, bert_large
+from thinwire.recipes.models.gpt2 import gpt2, gpt2_large
+from thinwire.recipes.models.lstm import WordModel
+from thinwire.recipes.models.resnet import resnet50, resnet152
+from thinwire.recipes.models.vgg import vgg16bn
+from thinwire.recipes.models.vit import vit_large
+from thinwire.recipes.objectives.images import Images
+from thinwire.recipes.objectives.questions import Questions
+from thinwire.recipes.objectives.tokens import Tokens
 
-CLASSES = 1000
-IMAGE_SIZE = 224
+IMAGES = Images(channels=3, height=224, width=224, classes=1000)
+
+Build = Callable[[Kind, bool], nn.Module]
+"""As the recipes build their models; the second says whether the two-layer form is wanted."""
 
 
 @dataclass(frozen=True)
@@ -91,87 +103,58 @@ def _small(device: torch.device, batch: int, length: int | None) -> Workload:
     return _classifier(nn.Sequential(*layers), (512,), 10, batch)
 
 
-class WordModel(nn.Module):
-    """The language model of the word-level benchmarks: embedding, two LSTM layers, a linear decoder."""
+def _images(build: Build) -> Callable[[torch.device, int, int | None], Workload]:
+    def make(device: torch.device, batch: int, length: int | None) -> Workload:
+        return _classifier(
+            build(IMAGES, False),
+            (IMAGES.channels, IMAGES.height, IMAGES.width),
+            IMAGES.classes,
+            batch,
+        )
 
-    def __init__(self, words: int = 33278, width: int = 650) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(words, width)
-        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
-        self.decoder = nn.Linear(width, words)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.decoder(self.lstm(self.embedding(tokens))[0])
-
-
-def _lstm(device: torch.device, batch: int, length: int | None) -> Workload:
-    model = WordModel()
-
-    def draw() -> Tensor:
-        return torch.randint(model.embedding.num_embeddings, (batch, (length or 35) + 1))
-
-    def loss(wrapped: nn.Module, tokens: Tensor) -> Tensor:
-        words = wrapped(tokens[:, :-1])
-        return functional.cross_entropy(words.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-    return Workload(model, draw, loss)
+    return make
 
 
-def _bert(**shape: int) -> Callable[[torch.device, int, int | None], Workload]:
-    """BERT with the question-answering head: every parameter gets a gradient."""
+def _tokens(
+    build: Build, vocabulary: int, usual: int
+) -> Callable[[torch.device, int, int | None], Workload]:
+    """A language model; every token is to be predicted."""
 
-    def build(device: torch.device, batch: int, length: int | None) -> Workload:
-        package = _import("transformers", "this model")
-        config = package.BertConfig(**shape)
-        tokens = length or 384
+    def make(device: torch.device, batch: int, length: int | None) -> Workload:
+        kind = Tokens(vocabulary=vocabulary, length=length or usual)
 
-        def draw() -> dict[str, Tensor]:
-            start, end = torch.randint(tokens, (2, batch))
-            words = torch.randint(config.vocab_size, (batch, tokens))
-            return {"input_ids": words, "start_positions": start, "end_positions": end}
+        def draw() -> tuple[Tensor, Tensor]:
+            tokens = torch.randint(vocabulary, (batch, kind.length + 1))
+            return tokens[:, :-1], tokens[:, 1:]
 
-        return Workload(package.BertForQuestionAnswering(config), draw, _own_loss)
+        return Workload(
+            build(kind, False), draw, lambda model, data: kind.loss(model, data, None)[0]
+        )
 
-    return build
-
-
-def _gpt2(**shape: int) -> Callable[[torch.device, int, int | None], Workload]:
-    def build(device: torch.device, batch: int, length: int | None) -> Workload:
-        package = _import("transformers", "this model")
-        config = package.GPT2Config(**shape, use_cache=False)
-
-        def draw() -> dict[str, Tensor]:
-            tokens = torch.randint(config.vocab_size, (batch, length or 512))
-            return {"input_ids": tokens, "labels": tokens}
-
-        return Workload(package.GPT2LMHeadModel(config), draw, _own_loss)
-
-    return build
+    return make
 
 
-def _vit_large(device: torch.device, batch: int, length: int | None) -> Workload:
-    package = _import("transformers", "model vit-large")
-    config = package.ViTConfig(
-        hidden_size=1024,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        intermediate_size=4096,
-        num_labels=CLASSES,
-    )
+def _questions(build: Build) -> Callable[[torch.device, int, int | None], Workload]:
+    """BERT with the question-answering head: every parameter gets a gradient. Nothing is padded, so there is no mask."""
 
-    def draw() -> dict[str, Tensor]:
-        pixels = torch.randn(batch, 3, IMAGE_SIZE, IMAGE_SIZE)
-        return {"pixel_values": pixels, "labels": torch.randint(CLASSES, (batch,))}
+    def make(device: torch.device, batch: int, length: int | None) -> Workload:
+        kind = Questions(vocabulary=30522, length=length or 384)
 
-    return Workload(package.ViTForImageClassification(config), draw, _own_loss)
+        def draw() -> tuple[Tensor, None, None, Tensor, Tensor]:
+            start, end = torch.randint(kind.length, (2, batch))
+            return torch.randint(kind.vocabulary, (batch, kind.length)), None, None, start, end
+
+        return Workload(
+            build(kind, False), draw, lambda model, data: kind.loss(model, data, None)[0]
+        )
+
+    return make
 
 
-def _torchvision(name: str) -> Callable[[torch.device, int, int | None], Workload]:
-    def build(device: torch.device, batch: int, length: int | None) -> Workload:
-        model = getattr(_import("torchvision.models", f"model {name}"), name)(weights=None)
-        return _classifier(model, (3, IMAGE_SIZE, IMAGE_SIZE), CLASSES, batch)
-
-    return build
+def _wide_lstm(kind: Kind, tiny: bool) -> nn.Module:
+    """The medium model of the word-level benchmarks, without dropout."""
+    assert isinstance(kind, Tokens)
+    return WordModel(kind.vocabulary, 650, layers=2, dropout=0.0)
 
 
 def _classifier(model: nn.Module, shape: tuple[int, ...], classes: int, batch: int) -> Workload:
@@ -182,11 +165,6 @@ def _classifier(model: nn.Module, shape: tuple[int, ...], classes: int, batch: i
         return functional.cross_entropy(wrapped(data[0]).float(), data[1])
 
     return Workload(model, draw, loss)
-
-
-def _own_loss(wrapped: nn.Module, data: dict[str, Tensor]) -> Tensor:
-    """transformers' models compute their loss themselves."""
-    return wrapped(**data).loss
 
 
 def _import(module: str, who: str) -> Any:
@@ -200,22 +178,15 @@ def _import(module: str, who: str) -> Any:
         ) from None
 
 
-_BERT_LARGE = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "intermediate_size": 4096,
-}
-
 MODELS: dict[str, ModelSpec] = {
     "small": ModelSpec(32, None, _small),
-    "lstm": ModelSpec(20, 35, _lstm),
-    "resnet50": ModelSpec(64, None, _torchvision("resnet50")),
-    "resnet152": ModelSpec(32, None, _torchvision("resnet152")),
-    "vgg16": ModelSpec(32, None, _torchvision("vgg16_bn")),
-    "vit-large": ModelSpec(16, None, _vit_large),
-    "bert-base": ModelSpec(16, 384, _bert()),
-    "bert-large": ModelSpec(8, 384, _bert(**_BERT_LARGE)),
-    "gpt2": ModelSpec(8, 512, _gpt2()),
-    "gpt2-large": ModelSpec(4, 512, _gpt2(n_embd=1280, n_layer=36, n_head=20)),
+    "lstm": ModelSpec(20, 35, _tokens(_wide_lstm, 33278, 35)),
+    "resnet50": ModelSpec(64, None, _images(resnet50)),
+    "resnet152": ModelSpec(32, None, _images(resnet152)),
+    "vgg16": ModelSpec(32, None, _images(vgg16bn)),
+    "vit-large": ModelSpec(16, None, _images(vit_large)),
+    "bert-base": ModelSpec(16, 384, _questions(bert_base)),
+    "bert-large": ModelSpec(8, 384, _questions(bert_large)),
+    "gpt2": ModelSpec(8, 512, _tokens(gpt2, 50257, 512)),
+    "gpt2-large": ModelSpec(4, 512, _tokens(gpt2_large, 50257, 512)),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,21 +112,3 @@ def build_method(name: str, options: MethodOptions) -> Method:
     preset = find_preset(name)
     chosen = {key: value for key, value in options.given().items() if preset.takes(key)}
     return preset.kind(**{**preset.fixed, **chosen})
-
-
-def build_methods(names: Sequence[str], options: MethodOptions) -> dict[str, Method]:
-    """Build each named method once; refuse an option that none of them takes."""
-    if not names:
-        raise UsageError(f"methods is empty; name at least one of {', '.join(METHODS)}")
-    twice = next((name for name in names if list(names).count(name) > 1), None)
-    if twice is not None:
-        raise UsageError(f"methods names {twice!r} twice; name each method once")
-    presets = [find_preset(name) for name in names]
-    for option, value in options.given().items():
-        if not any(preset.takes(option) for preset in presets):
-            raise UsageError(f"{option} is {value!r}, but {_listed(names)} has no such setting")
-    return {name: build_method(name, options) for name in names}
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"none of {', '.join(names)}"

@@ -1,39 +1,56 @@
-"""metrics.jsonl: one line per step and per test, written by rank 0 while the job runs.
+"""metrics.jsonl: one line per step and per test, written by process 0 while the job runs.
 
-Every line has `run` (the method) and `event`:
+Every line has `run` (the cell of the job) and `event`:
 
-    start   steps (how many are planned), parameters
-    step    step (from 1), loss (mean over workers), wire_bytes (sent by this worker in this step), ms
-    test    step, score
+    start   steps (up to which the run goes), step (from which it goes on, 0 unless it was resumed), parameters,
+            examples_per_step, steps_per_epoch, metric (what the score is)
+    step    step (from 1), loss (mean over workers), lr, wire_bytes (sent by this worker in this step), ms, and
+            exposed_ms (waiting for nothing but the exchange)
+    test    step, score, metrics (all of the task)
+
+A resumed run appends. What it does again replaces what an earlier part of the run had done after its last checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+METRICS_FILE = "metrics.jsonl"
 Record = dict[str, Any]
+Listener = Callable[[Record], None]
 
 
 class MetricsLog:
-    """Appends records to a file, and shows them to `listener` as they come."""
+    """Writes records to a file, and shows them to listeners as they come."""
 
-    def __init__(self, path: Path, listener: Callable[[Record], None] | None = None) -> None:
-        self._file: TextIO = path.open("w")
-        self._listener = listener
+    def __init__(
+        self, path: Path, listeners: Sequence[Listener] = (), *, append: bool = False
+    ) -> None:
+        if append:
+            end_with_a_line(path)
+        self._file: TextIO = path.open("a" if append else "w")
+        self._listeners = listeners
 
     def add(self, records: list[Record]) -> None:
         for record in records:
             self._file.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
-            if self._listener is not None:
-                self._listener(record)
+            for listener in self._listeners:
+                listener(record)
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def end_with_a_line(path: Path) -> None:
+    """Drop half a line, which a process that was killed left behind."""
+    if path.exists():
+        content = path.read_bytes()
+        path.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
 class NoMetrics(MetricsLog):
@@ -52,9 +69,9 @@ class NoMetrics(MetricsLog):
 class Tail:
     """Reads a file that is still being written, complete lines only."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, at_end: bool = False) -> None:
         self._path = path
-        self._position = 0
+        self._position = path.stat().st_size if at_end and path.exists() else 0
 
     def new_records(self) -> Iterator[Record]:
         if not self._path.exists():
@@ -69,9 +86,21 @@ class Tail:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    return list(Tail(path).new_records())
+    """What the runs did, each step and test once, whether or not they were resumed."""
+    records: dict[tuple[str, str, int | None], Record] = {}
+    for record in Tail(path).new_records():
+        run, event = record["run"], record["event"]
+        if event == "start":
+            begun_again = record["step"]
+            gone = [key for key in records if key[0] == run and (key[2] or 0) > begun_again]
+            for key in gone:
+                del records[key]
+        records[run, event, None if event == "start" else record["step"]] = record
+    return list(records.values())
 
 
 def _finite(value: Any) -> Any:
     """JSON has no NaN; a loss that is lost is null."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Row: what one method did in one job, as measured."""
+"""Row: what one run of a job did, as measured."""
 
 from __future__ import annotations
 
@@ -10,22 +10,36 @@ from typing import Any
 class Row:
     """One line of a comparison. Bytes are those that rank 0 put on the wire."""
 
+    run: str
+    """Its name among the runs of the job."""
     method: str
     settings: str
     """The method with all its settings."""
     asked_density: float | None
     """None for a method without a density."""
+    seed: int
     density: float
     """Entries sent / elements, over the parameters that were compressed."""
+    metric: str
+    """What the score is, such as top1."""
+    higher_is_better: bool
     score: float
-    """Test score at the end, in [0, 1]."""
+    """At the end, on the whole test set; a share is in [0, 1]."""
+    metrics: dict[str, float]
+    """All metrics of the task."""
+    tests: list[list[float]]
+    """[step, score] of every test."""
     steps: int
     parameters: int
     dense_bytes_per_step: float
     wire_bytes_per_step: float
     ratio: float
-    ms_per_step: float
-    """Median."""
+    ms_per_step: float | None
+    """Median over the steps since the run began or was resumed."""
+    exposed_ms_per_step: float | None
+    """Median time in which a step waited for nothing but the exchange; None where nothing travels."""
+    examples_per_second: float | None
+    """Of all workers together, in a median step."""
     replicas_identical: bool
     """Whether all workers ended with the same bits in all parameters."""
     seconds: float

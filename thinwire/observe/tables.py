@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from rich import box
@@ -9,20 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.observe.results import Row
+from thinwire.observe.scores import format_spread, group_seeds, name_metric
 
 # Wide enough for every table of the command line.
 PIPE_WIDTH = 180
-COLUMNS = (
-    "method",
-    "density\nasked",
-    "density\nsent",
-    "test\naccuracy",
-    "MB/step\ndense",
-    "MB/step\nsent",
-    "ratio",
-    "ms/step",
-    "replicas\nidentical",
-)
 
 
 def make_console() -> Console:
@@ -32,9 +23,20 @@ def make_console() -> Console:
 
 
 def results_table(rows: Sequence[Row], title: str) -> Table:
-    """One line per method; MB are 10^6 bytes that one worker sends."""
+    """One line per method and density, over all seeds; MB are 10^6 bytes that one worker sends."""
+    groups = group_seeds(rows)
+    seeds = ("seeds",) if any(len(group) > 1 for group in groups) else ()
     table = Table(
-        *COLUMNS,
+        "method",
+        "density\nasked",
+        "density\nsent",
+        f"test\n{name_metric(rows[0].metric)}",
+        *seeds,
+        "MB/step\ndense",
+        "MB/step\nsent",
+        "ratio",
+        "ms/step",
+        "replicas\nidentical",
         title=title,
         title_justify="left",
         box=box.SIMPLE_HEAD,
@@ -45,22 +47,30 @@ def results_table(rows: Sequence[Row], title: str) -> Table:
     )
     for column in table.columns[1:]:
         column.justify = "right"
-    for row in rows:
-        table.add_row(*cells(row))
+    for group in groups:
+        line = cells(group)
+        table.add_row(*line[:4], *((str(len(group)),) if seeds else ()), *line[4:])
     return table
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(group: Sequence[Row]) -> tuple[str, ...]:
+    """One line: what the seeds of a method and density did on average."""
+    first = group[0]
+    dense, sent = (
+        statistics.fmean(getattr(row, f"{kind}_bytes_per_step") for row in group) / 1e6
+        for kind in ("dense", "wire")
+    )
+    milliseconds = [row.ms_per_step for row in group if row.ms_per_step is not None]
     return (
-        row.method,
-        "-" if row.asked_density is None else percent(row.asked_density),
-        percent(row.density),
-        f"{row.score:.1%}",
-        f"{row.dense_bytes_per_step / 1e6:.4f}",
-        f"{row.wire_bytes_per_step / 1e6:.4f}",
-        f"{row.ratio:.1f}x",
-        f"{row.ms_per_step:.1f}",
-        "yes" if row.replicas_identical else "NO",
+        first.method,
+        "-" if first.asked_density is None else percent(first.asked_density),
+        percent(statistics.fmean(row.density for row in group)),
+        format_spread(first.metric, [row.score for row in group]),
+        f"{dense:.4f}",
+        f"{sent:.4f}",
+        f"{statistics.fmean(row.ratio for row in group):.1f}x",
+        f"{statistics.median(milliseconds):.1f}" if milliseconds else "-",
+        "yes" if all(row.replicas_identical for row in group) else "NO",
     )
 
 

@@ -2,84 +2,54 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
 from thinwire.errors import JobError, UsageError
-from thinwire.methods.registry import METHODS, MethodOptions, build_methods, parse_names
+from thinwire.methods.registry import METHODS, parse_names
 from thinwire.observe.ledger import check_ledger_path
 from thinwire.observe.progress import make_progress
 from thinwire.observe.tables import make_console
-from thinwire.recipes.config import Job
+from thinwire.recipes.clusters import show_script
+from thinwire.recipes.job import Job, build_job
 from thinwire.recipes.launch import is_worker_already, launch
-from thinwire.recipes.report import default_folder, make_folder, report
-from thinwire.recipes.tasks import TASKS, find_task
-from thinwire.recipes.worker import EXIT_FAILED, leave, work
-from thinwire.select.rows import Axis
+from thinwire.recipes.listing import print_list
+from thinwire.recipes.options import Given, takes_shared_options
+from thinwire.recipes.report import SETTINGS_FILE, default_folder, make_folder, report
+from thinwire.recipes.settings import Settings, compose, parse_override, read_settings, to_toml
+from thinwire.recipes.worker import EXIT_FAILED, leave, wait_for_all, work
 
-DEFAULT_WORKERS = 4
 KNOWN = ", ".join(METHODS)
+DEFAULT_WORKERS = 4
 
 TaskName = Annotated[
-    str, typer.Argument(metavar="TASK", help=f"{', '.join(TASKS)}, or your own: module:attribute.")
-]
-Density = Annotated[
-    float | None,
-    typer.Option(help="Fraction of the entries sent; 0.01 is 1 %.", metavar="FRACTION"),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        help=f"Processes on this machine ({DEFAULT_WORKERS}); under torchrun its own count.",
-        metavar="N",
-    ),
-]
-Epochs = Annotated[int | None, typer.Option(help="Passes over the data.", metavar="N")]
-BatchSize = Annotated[int | None, typer.Option(help="Examples per worker.", metavar="N")]
-LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate.", metavar="RATE")]
-Seed = Annotated[int | None, typer.Option(help="The same for every method.", metavar="N")]
-Values = Annotated[
-    str | None, typer.Option(help="Value code on the wire, such as bf16.", metavar="CODE")
-]
-AxisName = Annotated[
     str | None,
-    typer.Option("--axis", help="Of adtopk: auto, published or a number.", metavar="AXIS"),
-]
-Rank = Annotated[int | None, typer.Option(help="Rank of powersgd and acpsgd.", metavar="N")]
-Out = Annotated[
-    Path | None, typer.Option(help="Run folder; runs/... unless given.", metavar="FOLDER")
-]
-
-LedgerFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--ledger",
-        help="Traffic per worker, method and phase, as CSV.",
-        metavar="FILE",
-    ),
+    typer.Argument(metavar="TASK", help="A name of --list, or your own as module:attribute."),
 ]
 
 
+@takes_shared_options
 def train(
-    task: TaskName,
-    method: Annotated[str, typer.Option(help=f"One of {KNOWN}.", metavar="NAME")] = "adtopk",
-    density: Density = None,
-    workers: Workers = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
-    lr: LearningRate = None,
-    seed: Seed = None,
-    values: Values = None,
-    axis: AxisName = None,
-    rank: Rank = None,
-    out: Out = None,
-    ledger: LedgerFile = None,
+    context: typer.Context,
+    given: Given,
+    task: TaskName = None,
+    method: Annotated[str | None, typer.Option(help=f"One of {KNOWN}.", metavar="NAME")] = None,
+    density: Annotated[
+        float | None,
+        typer.Option(help="Fraction of the entries sent; 0.01 is 1 %.", metavar="FRACTION"),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random.", metavar="N")] = None,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Only test what --resume finds.")
+    ] = False,
 ) -> None:
     """Train a task once, with compressed gradients.
 
@@ -87,82 +57,180 @@ def train(
 
     On several machines: torchrun --nnodes 2 ... -m thinwire train digits
     """
-    options = MethodOptions(density=density, values=values, axis=parse_axis(axis), rank=rank)
-    changes = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
-    run(make_job("train", task, [method], options, workers, changes, out, ledger))
+    flags = {
+        "task": {"name": task},
+        "method": {"name": method, "density": density},
+        "training": {"seed": seed},
+    }
+    start("train", context, given, flags, evaluate=evaluate)
 
 
+@takes_shared_options
 def compare(
-    task: TaskName,
+    context: typer.Context,
+    given: Given,
+    task: TaskName = None,
     methods: Annotated[
-        str, typer.Option(help=f"Some of {KNOWN}, with commas, or all.", metavar="NAMES")
-    ] = "dense,topk,adtopk",
-    density: Density = None,
-    workers: Workers = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
-    lr: LearningRate = None,
-    seed: Seed = None,
-    values: Values = None,
-    axis: AxisName = None,
-    rank: Rank = None,
-    out: Out = None,
-    ledger: LedgerFile = None,
+        str | None, typer.Option(help=f"Some of {KNOWN}, with commas, or all.", metavar="NAMES")
+    ] = None,
+    density: Annotated[
+        str | None,
+        typer.Option(help="Fractions of the entries sent, with commas.", metavar="FRACTIONS"),
+    ] = None,
+    seed: Annotated[
+        str | None, typer.Option(help="With commas; each for every method.", metavar="NUMBERS")
+    ] = None,
 ) -> None:
     """Train a task once with each method, from the same seed, and compare.
 
     thinwire compare digits --workers 4 --methods dense,topk,adtopk --density 0.01
 
-    Shows a table at the end and writes metrics.jsonl, summary.json and comparison.png to the run folder.
+    Shows a table at the end and writes metrics.jsonl, summary.json and comparison.png to the run folder. With --resume,
+    what is finished there is not done again.
     """
-    options = MethodOptions(density=density, values=values, axis=parse_axis(axis), rank=rank)
-    changes = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
-    run(make_job("compare", task, parse_names(methods), options, workers, changes, out, ledger))
+    compared = {
+        "methods": None if methods is None else parse_names(methods),
+        "densities": parse_numbers("density", density, float),
+        "seeds": parse_numbers("seed", seed, int),
+    }
+    start("compare", context, given, {"task": {"name": task}, "compare": compared})
 
 
-def make_job(
-    kind: str,
-    task_name: str,
-    methods: list[str],
-    options: MethodOptions,
-    workers: int | None,
-    changes: dict[str, Any],
-    out: Path | None,
-    ledger: Path | None = None,
-) -> Job:
-    """Check everything that can be checked before a process is started."""
-    build_methods(methods, options)
-    if ledger is not None:
-        check_ledger_path(ledger)
-    given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
-    return Job(
-        task=task_name,
-        methods=tuple(methods),
-        training=dataclasses.replace(find_task(task_name).training, **given),
-        workers=count_workers(workers),
-        out=out or default_folder(kind, task_name),
-        options=options,
-        ledger=ledger,
+# -- from options to a job -------------------------------------------------------------------------------------
+
+
+def start(
+    command: Literal["train", "compare"],
+    context: typer.Context,
+    given: Given,
+    flags: Settings,
+    evaluate: bool = False,
+) -> None:
+    """Resolve the settings, check all that can be checked before a process is started, and run."""
+    if given["list_"]:
+        print_list(make_console())
+        return
+    out: Path | None = given["out"]
+    if (given["resume"] or evaluate) and (out is None or not given["resume"]):
+        raise UsageError(
+            "resume and evaluate work on a run folder; use --resume --out FOLDER, with --evaluate to only test"
+        )
+    if given["ledger"] is not None:
+        check_ledger_path(given["ledger"])
+    job = build_job(
+        command,
+        resolve(given, compose([shared_flags(given), flags]), out),
+        out=out or Path(),
+        resume=given["resume"],
+        evaluate=evaluate,
+        ledger=given["ledger"],
     )
+    check_packages(job)
+    if given["dry_run"]:
+        typer.echo(to_toml(job.to_settings()), nl=False)
+        return
+    if given["print_launch"] is not None:
+        typed, workers = context.find_root().obj, job.running.processes
+        show_script(given["print_launch"], typed, given["hosts"], given["interface"], workers)
+        return
+    if out is None:
+        job = replace(job, out=default_folder(command, job.choice.label, given["suffix"]))
+    run(job)
 
 
-def count_workers(asked: int | None) -> int:
+def shared_flags(given: Given) -> Settings:
+    """The options that both commands share, as settings; None where nothing was said."""
+
+    def pick(*names: str) -> dict[str, Any]:
+        return {name: None if given[name] is False else given[name] for name in names}
+
+    return {
+        "task": pick("data", "model", "data_dir", "download", "synthetic", "tiny"),
+        "method": {**pick("values", "rank"), "axis": parse_axis(given["axis"])},
+        "training": pick("epochs", "batch_size", "lr", "precision"),
+        "run": pick(
+            "workers",
+            "simulate_workers",
+            "graph",
+            "device",
+            "steps",
+            "checkpoint_every",
+            "deterministic",
+            "tensorboard",
+        ),
+    }
+
+
+def resolve(given: Given, flags: Settings, out: Path | None) -> Settings:
+    """Later layers win: the resumed run's settings, files, options, --set."""
+    layers: list[Settings] = []
+    if given["resume"] and out is not None and (out / SETTINGS_FILE).exists():
+        layers.append(read_settings(str(out / SETTINGS_FILE)))
+    for names in given["config"] or ():
+        layers += [read_settings(name) for name in names.split(",") if name]
+    layers.append(said(flags))
+    layers += [parse_override(text) for text in given["set_"] or ()]
+    settings = compose(layers)
+    running = settings["run"] = dict(settings["run"])
+    running["workers"] = count_workers(running.get("workers"), given["workers"], running)
+    return settings
+
+
+def said(flags: Settings) -> Settings:
+    """The options without what was not given; a task named there replaces data and model of a file, and the reverse."""
+    given = {
+        section: {key: value for key, value in values.items() if value is not None}
+        for section, values in flags.items()
+    }
+    if "name" in given["task"]:
+        given["task"] = {"data": None, "model": None, **given["task"]}
+    elif "data" in given["task"] or "model" in given["task"]:
+        given["task"]["name"] = None
+    return given
+
+
+def count_workers(settled: int | None, asked: int | None, running: Mapping[str, Any]) -> int:
+    """As many as were asked for, or as torchrun has started already."""
     if not is_worker_already():
-        return DEFAULT_WORKERS if asked is None else asked
+        return DEFAULT_WORKERS if settled is None else settled
     world = int(os.environ["WORLD_SIZE"])
     if asked is not None and asked != world:
         raise UsageError(
             f"workers is {asked}, but {world} were started already (WORLD_SIZE); leave --workers out"
         )
+    if world != 1 and running.get("simulate_workers") is not None:
+        raise UsageError(
+            f"simulate_workers is {running['simulate_workers']}, but {world} processes were started (WORLD_SIZE); "
+            "simulated workers need one"
+        )
     return world
 
 
-def parse_axis(text: str | None) -> Axis | None:
+def check_packages(job: Job) -> None:
+    if job.running.tensorboard and find_spec("tensorboard") is None:
+        raise UsageError(
+            "tensorboard cannot be found; install what is missing with pip install 'thinwire[tensorboard]'"
+        )
+
+
+def parse_axis(text: str | None) -> int | str | None:
     """A number if it is one; what else is allowed the method says."""
     try:
         return None if text is None else int(text)
     except ValueError:
-        return cast(Axis, text)
+        return text
+
+
+def parse_numbers(name: str, text: str | None, kind: Callable[[str], Any]) -> list[Any] | None:
+    if text is None:
+        return None
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{name} is {text!r}; it must be numbers with commas between") from None
+
+
+# -- running it ------------------------------------------------------------------------------------------------
 
 
 def run(job: Job) -> None:
@@ -170,7 +238,7 @@ def run(job: Job) -> None:
     if is_worker_already():
         run_as_worker(job)
     console = make_console()
-    make_folder(job.out)
+    make_folder(job)
     with make_progress(console) as progress:
         rows = launch(job, progress.show)
     report(job, rows, console)
@@ -178,19 +246,17 @@ def run(job: Job) -> None:
 
 def run_as_worker(job: Job) -> NoReturn:
     """This rank's part; rank 0 also shows progress and reports."""
-    import torch.distributed as dist
-
     try:
         if int(os.environ["RANK"]) == 0:
             console = make_console()
-            make_folder(job.out)
+            make_folder(job)
             with make_progress(console) as progress:
                 rows = work(job, progress.show)
-            dist.barrier()
+            wait_for_all()
             report(job, rows, console)
         else:
             work(job)
-            dist.barrier()
+            wait_for_all()
     except (UsageError, JobError) as error:
         print(f"thinwire: {error}", file=sys.stderr)
         leave(EXIT_FAILED)

@@ -1,17 +1,18 @@
-"""What a job is made of: frozen, validated, and written to a file for the workers to read."""
+"""How a task is trained, and where it runs: frozen and validated."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal, get_args, get_type_hints
 
 from thinwire.errors import UsageError
-from thinwire.methods.registry import MethodOptions
-from thinwire.observe.files import write_text
-from thinwire.validate import check_finite_number, check_positive_int
+from thinwire.validate import (
+    check_bool,
+    check_choice,
+    check_finite_number,
+    check_positive_int,
+    check_positive_number,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,65 +21,117 @@ class Training:
 
     epochs: int
     batch_size: int
-    """Examples per worker and step."""
+    """Examples per worker and micro-batch."""
+    accumulate: int = 1
+    """Micro-batches per step (DGC's num_batches_per_step: the GPUs of one machine)."""
     lr: float
-    """Peak learning rate."""
+    """Peak learning rate, before `lr_scaling`."""
+    lr_scaling: Literal["none", "linear"] = "none"
+    """linear: times workers x accumulate."""
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     momentum: float = 0.9
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Of adam and adamw."""
+    eps: float = 1e-8
+    """Of adam and adamw."""
     weight_decay: float = 0.0
+    decay_norms: bool = True
+    """Whether biases and the parameters of norms decay too."""
+    schedule: Literal["constant", "cosine", "multistep", "linear", "exponential", "plateau"] = (
+        "cosine"
+    )
+    """What follows the warm-up; cosine and linear end at zero with the last step."""
+    milestones: tuple[int, ...] = ()
+    """Epochs at which multistep multiplies the rate by `gamma`."""
+    gamma: float = 0.1
+    """Of multistep, of exponential (per epoch) and of plateau."""
+    patience: int = 3
+    """Epochs without a better score before plateau multiplies the rate by `gamma`."""
     warmup_steps: int = 0
-    """The learning rate rises linearly over these steps, then falls to zero along a half cosine."""
+    warmup_epochs: float = 0.0
+    """The learning rate first rises linearly over so many steps or epochs; at most one of the two is given."""
+    clip_norm: float | None = None
+    """Largest norm of the averaged gradient; None: not clipped."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Autocast's; fp16 comes with a GradScaler."""
     seed: int = 0
-    """Of the initial parameters and of the order of the examples."""
+    """Of the initial parameters, the order of the examples, augmentation and dropout."""
 
     def __post_init__(self) -> None:
-        check_positive_int("epochs", self.epochs)
-        check_positive_int("batch_size", self.batch_size)
-        check_finite_number("lr", self.lr)
-        if self.lr <= 0:
-            raise UsageError(f"lr is {self.lr!r}; it must be above 0")
-        if self.seed < 0:
-            raise UsageError(f"seed is {self.seed!r}; it must be 0 or more")
+        for name in ("betas", "milestones"):
+            check_numbers(name, getattr(self, name))
+            # Files have lists.
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if len(self.betas) != 2:
+            raise UsageError(f"betas is {self.betas!r}; it must be two numbers")
+        for name in ("epochs", "batch_size", "accumulate", "patience"):
+            check_positive_int(name, getattr(self, name))
+        for name in ("lr", "gamma", "eps"):
+            check_finite_number(name, getattr(self, name))
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name} is {getattr(self, name)!r}; it must be above 0")
+        for name in ("momentum", "weight_decay", "warmup_steps", "warmup_epochs", "seed"):
+            check_finite_number(name, getattr(self, name))
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} is {getattr(self, name)!r}; it must be 0 or more")
+        for name in ("lr_scaling", "optimizer", "schedule", "precision"):
+            check_choice(name, getattr(self, name), get_args(get_type_hints(Training)[name]))
+        for name in ("nesterov", "decay_norms"):
+            check_bool(name, getattr(self, name))
+        if self.clip_norm is not None:
+            check_positive_number("clip_norm", self.clip_norm)
+        if self.warmup_steps and self.warmup_epochs:
+            raise UsageError(
+                f"warmup_steps is {self.warmup_steps} and warmup_epochs is {self.warmup_epochs}; give only one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """One task trained once with each of some methods."""
+class Running:
+    """Where a job runs, how far, and what it leaves behind."""
 
-    task: str
-    methods: tuple[str, ...]
-    training: Training
-    workers: int
-    out: Path
-    """The run folder."""
-    options: MethodOptions = field(default_factory=MethodOptions)
-    ledger: Path | None = None
-    """Where every worker's traffic goes as CSV."""
+    workers: int = 4
+    """Processes, one per data-parallel worker; under torchrun as many as it started."""
+    simulate_workers: int | None = None
+    """Data-parallel workers in one process instead."""
+    graph: bool = False
+    """Replay each simulated worker's forward and backward as a CUDA graph, where that works."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA if every process of this machine has a GPU of its own, else the CPU."""
+    steps: int | None = None
+    """Optimisation steps after which to stop; the learning rate is still that of all epochs."""
+    checkpoint_every: int | None = None
+    """Steps from one checkpoint to the next; None: none is written."""
+    deterministic: bool = False
+    """Sums in the order of the workers and deterministic kernels, so that a resumed run repeats every bit."""
+    tensorboard: bool = False
+    """Write TensorBoard's event files beside metrics.jsonl."""
 
     def __post_init__(self) -> None:
-        check_positive_int("workers", self.workers)
+        for name in ("workers", "simulate_workers", "steps", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None or name == "workers":
+                check_positive_int(name, value)
+        check_choice("device", self.device, get_args(get_type_hints(Running)["device"]))
+        check_bool("deterministic", self.deterministic)
+        check_bool("tensorboard", self.tensorboard)
+        check_bool("graph", self.graph)
+        if self.graph and self.simulate_workers is None:
+            raise UsageError("graph is True, which goes only with simulate_workers")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as they are saved with the run."""
-        return {
-            **dataclasses.asdict(self),
-            "methods": list(self.methods),
-            "out": str(self.out),
-            "ledger": None if self.ledger is None else str(self.ledger),
-        }
+    @property
+    def processes(self) -> int:
+        return self.workers if self.simulate_workers is None else 1
+
+    @property
+    def world(self) -> int:
+        """Data-parallel workers, real or simulated."""
+        return self.simulate_workers or self.workers
 
 
-def write_job(path: Path, job: Job) -> None:
-    write_text(path, json.dumps(job.to_dict()))
-
-
-def read_job(path: Path) -> Job:
-    content = json.loads(path.read_text())
-    return Job(
-        task=content["task"],
-        methods=tuple(content["methods"]),
-        training=Training(**content["training"]),
-        workers=content["workers"],
-        out=Path(content["out"]),
-        options=MethodOptions(**content["options"]),
-        ledger=None if content["ledger"] is None else Path(content["ledger"]),
-    )
+def check_numbers(field: str, values: object) -> None:
+    if not isinstance(values, list | tuple):
+        raise UsageError(f"{field} is {values!r}; it must be a list of numbers")
+    for value in values:
+        check_finite_number(field, value)

@@ -29,11 +29,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from thinwire.errors import JobError, UsageError
 from thinwire.observe.files import write_text
-from thinwire.observe.metrics import Record, Tail
+from thinwire.observe.metrics import METRICS_FILE, Record, Tail
 from thinwire.observe.provenance import count_cores
 from thinwire.observe.results import Row
-from thinwire.recipes.config import Job, write_job
-from thinwire.recipes.worker import METRICS_FILE, failure_file, result_file
+from thinwire.recipes.job import Job, write_job
+from thinwire.recipes.worker import failure_file, result_file
 
 SHUTDOWN_SECONDS = 2
 FOLLOW_SECONDS = 0.2
@@ -50,7 +50,7 @@ def launch(job: Job, listener: Callable[[Record], None]) -> list[Row]:
         folder = Path(scratch)
         write_job(folder / "job.json", job)
         with following(job.out / METRICS_FILE, listener):
-            failures = run_agent(job.workers, folder)
+            failures = run_agent(job.running.processes, folder)
         return judge(job, folder, failures)
 
 
@@ -82,7 +82,7 @@ def run_agent(workers: int, folder: Path) -> dict[int, ProcessFailure]:
 
 def judge(job: Job, folder: Path, failures: dict[int, ProcessFailure]) -> list[Row]:
     """The rows if every worker handed them over, else the error of the one that failed first."""
-    missing = [r for r in range(job.workers) if not result_file(folder, r).exists()]
+    missing = [r for r in range(job.running.processes) if not result_file(folder, r).exists()]
     if not missing:
         rows = json.loads(result_file(folder, 0).read_text())
         return [Row(**row) for row in rows]
@@ -107,7 +107,9 @@ def judge(job: Job, folder: Path, failures: dict[int, ProcessFailure]) -> list[R
 def failed_job(job: Job, rank: int, how: str, trace: str) -> JobError:
     path = job.out / f"worker{rank}-error.txt"
     write_text(path, trace)
-    return JobError(f"worker {rank} of {job.workers} {how} (its last words are in {path})")
+    return JobError(
+        f"worker {rank} of {job.running.processes} {how} (its last words are in {path})"
+    )
 
 
 def describe_exit(code: int) -> str:
@@ -175,7 +177,8 @@ def same_signal_handlers() -> Iterator[None]:
 @contextlib.contextmanager
 def following(path: Path, listener: Callable[[Record], None]) -> Iterator[None]:
     """Show the listener every record of a growing file, in a thread, until the block ends."""
-    tail, done = Tail(path), threading.Event()
+    # What is there already belongs to an earlier part of the job.
+    tail, done = Tail(path, at_end=True), threading.Event()
 
     def follow() -> None:
         while not done.wait(FOLLOW_SECONDS):

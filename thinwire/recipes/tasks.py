@@ -2,72 +2,48 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.recipes.config import Training
+from thinwire.recipes.data import DATASETS
+from thinwire.recipes.examples import Data, DataOptions
+from thinwire.recipes.kinds import Kind
+from thinwire.recipes.models import MODELS
+from thinwire.recipes.names import hint, look_up
+from thinwire.recipes.presets import PRESETS
 
-
-@dataclass(frozen=True)
-class Examples:
-    """Inputs and targets, one per row."""
-
-    inputs: Tensor
-    targets: Tensor
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        return self.inputs[index], self.targets[index]
-
-
-@dataclass(frozen=True)
-class Data:
-    """What is learned from and what is tested on; the same on every rank and for every seed."""
-
-    train: Examples
-    test: Examples
+PLAIN = Training(epochs=10, batch_size=32, lr=0.05, warmup_steps=50)
+"""How a combination is trained for which there is no preset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A training job without a method."""
+    """A training job without a method: data x model, and how it is trained unless the user says otherwise."""
 
-    load: Callable[[], Data]
-    build: Callable[[], nn.Module]
-    """A freshly initialised model; draws from torch's global generator."""
-    loss: Callable[[Tensor, Tensor], Tensor]
-    """Mean loss of (outputs, targets)."""
-    score: Callable[[Tensor, Tensor], Tensor]
-    """What each example contributes to the test score, whose mean is reported; more is better."""
+    load: Callable[[DataOptions], Data]
+    build: Callable[[Kind, bool], nn.Module]
+    """A freshly initialised model for a kind of data, drawn from torch's global generator; a small one if asked (--tiny)."""
     training: Training
-    """How it is trained unless the user says otherwise."""
-
-
-TASKS: dict[str, str] = {
-    "digits": "thinwire.recipes.digits:TASK",
-}
-"""Where each task is; imported only when it is asked for."""
 
 
 def find_task(name: str) -> Task:
     """A task by its name, or the user's own as 'module:attribute'."""
-    place = TASKS.get(name, name)
-    module_name, _, attribute = place.partition(":")
+    if name in PRESETS:
+        preset = PRESETS[name]
+        return compose(preset.data, preset.model, preset.training)
+    module_name, _, attribute = name.partition(":")
     if not attribute:
-        near = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        listed = ", ".join(PRESETS)
         raise UsageError(
-            f"task is {name!r}; it must be one of {', '.join(TASKS)} or your own as module:attribute{hint}"
+            f"task is {name!r}; it must be one of {listed} or your own as module:attribute{hint(name, PRESETS)}"
         )
-    if name not in TASKS and "" not in sys.path:
+    if "" not in sys.path:
         # As `python -m` does; the installed command does not look where the user is.
         sys.path.insert(0, "")
     try:
@@ -79,3 +55,19 @@ def find_task(name: str) -> Task:
     if not isinstance(found, Task):
         raise UsageError(f"task is {name!r}, but {attribute} of {module_name} is not a Task")
     return found
+
+
+def compose(data: str, model: str, training: Training | None = None) -> Task:
+    """Any data with any model; trained as the nearest preset unless it is said how."""
+    return Task(
+        load=look_up("data", data, DATASETS),
+        build=look_up("model", model, MODELS),
+        training=training or near_training(data, model),
+    )
+
+
+def near_training(data: str, model: str) -> Training:
+    """That of the preset with the same data and model, else of the first with the same data."""
+    same_data = [preset for preset in PRESETS.values() if preset.data == data]
+    same = [preset for preset in same_data if preset.model == model]
+    return next((preset.training for preset in (*same, *same_data)), PLAIN)

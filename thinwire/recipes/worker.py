@@ -1,4 +1,4 @@
-"""One worker process: join the group, train with every method in turn, hand over the results, leave.
+"""One worker process: join the others, train every cell of the job in turn, hand over the results, leave.
 
 Started by `launch.py` as `python -m thinwire.recipes.worker JOB_FILE HAND_OVER_FOLDER`, or by the command itself when
 torchrun (or anything else that sets RANK and WORLD_SIZE) has started it already.
@@ -15,46 +15,135 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from thinwire.errors import UsageError
-from thinwire.methods.registry import METHODS, build_methods
+from thinwire.methods.registry import find_preset
 from thinwire.observe.files import write_text
-from thinwire.observe.ledger import Line, write_everybodys_lines
-from thinwire.observe.metrics import MetricsLog, NoMetrics, Record
+from thinwire.observe.ledger import Line, ledger_lines, write_lines
+from thinwire.observe.metrics import METRICS_FILE, MetricsLog, NoMetrics, Record
 from thinwire.observe.results import Row
-from thinwire.recipes.config import Job, read_job
-from thinwire.recipes.loop import train
-from thinwire.recipes.tasks import find_task
+from thinwire.recipes.checkpoints import Checkpoints, State
+from thinwire.recipes.device import choose_device, prefer_determinism
+from thinwire.recipes.examples import Data
+from thinwire.recipes.job import Cell, Job, difference_but_steps, read_job
+from thinwire.recipes.loop import Run, Trainer, count_steps_per_epoch
+from thinwire.recipes.parallel import Workers, join
+from thinwire.recipes.report import find_finished, save_row
+from thinwire.recipes.tasks import Task
 
-GROUP_TIMEOUT = timedelta(minutes=5)
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-METRICS_FILE = "metrics.jsonl"
 
 
 def work(job: Job, listener: Callable[[Record], None] | None = None) -> list[Row]:
-    """Do this rank's part of the job; returns when all ranks have done theirs."""
+    """Do this process's part of the job; returns when all processes have done theirs."""
     # Training ends here, and so does what the last steps held back: no news for the user.
     logging.getLogger("thinwire.handle").setLevel(logging.ERROR)
-    methods = build_methods(job.methods, job.options)
-    task = find_task(job.task)
-    data = task.load()
-    dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
-    log = MetricsLog(job.out / METRICS_FILE, listener) if dist.get_rank() == 0 else NoMetrics()
+    device = choose_device(job.running)
+    prefer_determinism(job.running.deterministic)
+    task = job.choice.find()
+    data = task.load(job.source)
+    workers = join(job.running, device)
+    # A folder that is named after the time has another name in every process.
+    job = replace(job, out=Path(workers.gather(str(job.out))[0]))
+    data = Data(data.kind, data.train.to(device), data.test.to(device))
+    log = open_log(job, workers, listener)
+    # The folder may be on the disk of process 0 only.
+    finished = workers.gather(find_finished(job) if workers.process == 0 else None)[0]
     rows: list[Row] = []
     traffic: list[Line] = []
-    for name, method in methods.items():
-        lr = job.training.lr * METHODS[name].lr_scale
-        rows.append(train(task, data, replace(job.training, lr=lr), name, method, log, traffic))
+    for cell in job.cells():
+        if cell.label in finished:
+            rows.append(Row(**finished[cell.label]))
+            continue
+        row, lines = run_cell(job, cell, task, data, workers, log)
+        rows.append(row)
+        traffic += lines
+        if workers.process == 0 and not job.evaluate:
+            save_row(job, row, cell.about)
     log.close()
     if job.ledger is not None:
-        write_everybodys_lines(job.ledger, traffic)
+        everybodys = [line for lines in workers.gather(traffic) for line in lines]
+        if workers.process == 0:
+            write_lines(job.ledger, everybodys)
     return rows
+
+
+def open_log(job: Job, workers: Workers, listener: Callable[[Record], None] | None) -> MetricsLog:
+    if workers.process != 0 or job.evaluate:
+        return NoMetrics()
+    listeners = [] if listener is None else [listener]
+    if job.running.tensorboard:
+        from thinwire.observe.tensorboard import TensorBoard
+
+        listeners.append(TensorBoard(job.out / "tensorboard").show)
+    return MetricsLog(job.out / METRICS_FILE, listeners, append=job.resume)
+
+
+def run_cell(
+    job: Job, cell: Cell, task: Task, data: Data, workers: Workers, log: MetricsLog
+) -> tuple[Row, list[Line]]:
+    """Train or only test one cell; returns its row and this process's traffic."""
+    lr = cell.training.lr * find_preset(cell.method).lr_scale
+    steps_per_epoch = count_steps_per_epoch(data.train, cell.training, workers.world)
+    run = Run(
+        label=cell.label,
+        method_name=cell.method,
+        method=cell.build_method(steps_per_epoch),
+        training=replace(cell.training, lr=lr),
+        stop_after=job.running.steps,
+        deterministic=job.running.deterministic,
+        about=cell.about,
+    )
+    folder = job.out / "checkpoints" / cell.label
+    checkpoints = Checkpoints(folder, workers, job.running.checkpoint_every)
+    torch.manual_seed(cell.training.seed)
+    model = task.build(data.kind, job.source.tiny)
+    trainer = Trainer(run, model, data, workers, log, checkpoints)
+    if job.resume:
+        restore(trainer, find_state(job, cell, checkpoints))
+    row = trainer.judge() if job.evaluate else trainer.train()
+    lines = [
+        line
+        for rank, ledger in trainer.replica.ledgers().items()
+        for line in ledger_lines(cell.label, rank, ledger)
+    ]
+    trainer.replica.close()
+    return row, lines
+
+
+def find_state(job: Job, cell: Cell, checkpoints: Checkpoints) -> State | None:
+    """Collective: where to go on, or what to judge."""
+    if not job.evaluate:
+        return checkpoints.load_latest()
+    state = checkpoints.load_best() or checkpoints.load_latest()
+    if state is None:
+        raise UsageError(
+            f"out is '{job.out}', which has no checkpoint of {cell.label}; train with --checkpoint-every first"
+        )
+    return state
+
+
+def restore(trainer: Trainer, state: State | None) -> None:
+    if state is None:
+        return
+    difference = difference_but_steps(trainer.run.about, state["about"])
+    if difference is not None:
+        raise UsageError(
+            f"{difference} in the checkpoint of {trainer.run.label}; resume with the same settings"
+        )
+    trainer.load_state_dict(state)
+
+
+def wait_for_all() -> None:
+    """Nobody closes a connection that a slower process still needs."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def leave(code: int) -> NoReturn:
@@ -104,8 +193,7 @@ def main(job_file: str, folder: str) -> NoReturn:
     try:
         rows = work(read_job(Path(job_file)))
         hand_over(Path(folder), rank, rows)
-        # Nobody closes a connection that a slower rank still needs.
-        dist.barrier()
+        wait_for_all()
     except BaseException as error:
         hand_over_failure(Path(folder), rank, error)
         leave(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED)

@@ -1,0 +1,31 @@
+"""Groups: examples that come several at a time, such as all windows of a text that a question is about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thinwire.recipes.examples import Batch, Examples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups(Examples):
+    """Whole numbers of any width, one example per row of each column; a place is a group of neighbouring rows."""
+
+    columns: Batch
+    """Kept narrow and handed out as int64."""
+    first: Tensor
+    """[groups + 1], on the CPU: group g has the rows first[g] up to first[g + 1]."""
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+    def batch(self, index: Tensor, generator: torch.Generator | None) -> Batch:
+        spans = zip(self.first[index].tolist(), self.first[index + 1].tolist(), strict=True)
+        rows = torch.cat([torch.arange(*span) for span in spans]).to(self.columns[0].device)
+        return tuple(column[rows].long() for column in self.columns)
+
+    def to(self, device: torch.device) -> Groups:
+        return replace(self, columns=tuple(column.to(device) for column in self.columns))

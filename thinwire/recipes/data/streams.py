@@ -1,0 +1,106 @@
+"""Streams: a long text as one row of tokens, cut into windows for language models.
+
+A recurrent model that carries its state from step to step needs windows that follow each other, so the text is cut into
+as many streams as there are examples in a step, and every step takes the next window of each. A model that forgets
+is better served with windows in random order (`Windows`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thinwire.recipes.examples import Batch, Examples, count_steps
+
+TEST_STREAMS = 16
+"""A test text is read in so many streams, whatever the number of workers: perplexity does not depend on it."""
+
+
+def cut(tokens: Tensor, starts: Tensor, size: int) -> Batch:
+    """The windows that begin at these places, and the token that follows each of theirs."""
+    starts = starts.to(tokens.device, non_blocking=True)
+    window = tokens[starts[:, None] + torch.arange(size + 1, device=tokens.device)].long()
+    return window[:, :-1], window[:, 1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streams(Examples):
+    """Tokens [N] to learn from; a place is where a window of `length` begins."""
+
+    tokens: Tensor
+    length: int
+
+    def __len__(self) -> int:
+        """Whole windows."""
+        return (len(self.tokens) - 1) // self.length
+
+    def batch(self, index: Tensor, generator: torch.Generator | None) -> Batch:
+        return cut(self.tokens, index, self.length)
+
+    def deal(
+        self, *, seed: int, epoch: int, rank: int, world: int, batch_size: int
+    ) -> list[Tensor]:
+        """World x batch size streams of equal length; step s takes the window s of each of this rank's streams.
+
+        The same in every epoch: which token follows which is not to be shuffled.
+        """
+        steps = count_steps(len(self), world, batch_size)
+        stream = (len(self.tokens) - 1) // (world * batch_size)
+        starts = (rank * batch_size + torch.arange(batch_size)) * stream
+        return [starts + step * self.length for step in range(steps)]
+
+    def to(self, device: torch.device) -> Streams:
+        return replace(self, tokens=self.tokens.to(device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeText(Examples):
+    """Tokens [N] to test on, from beginning to end; at most TEST_STREAMS - 1 tokens at the very end are left out."""
+
+    tokens: Tensor
+    length: int
+
+    def __len__(self) -> int:
+        return -(-(len(self.tokens) - 1) // self.length)
+
+    @property
+    def stream(self) -> int:
+        """Tokens of each stream."""
+        return (len(self.tokens) - 1) // min(TEST_STREAMS, len(self))
+
+    def batch(self, index: Tensor, generator: torch.Generator | None) -> Batch:
+        """Windows at the same place of their streams; the last one of a stream is shorter."""
+        left = self.stream - int(index[0]) % self.stream
+        return cut(self.tokens, index, min(self.length, left))
+
+    def deal_test(self, *, rank: int, world: int, batch_size: int) -> list[Tensor]:
+        """The streams are dealt out to the ranks, so that what a model carries along stays with its stream.
+
+        All of a rank's streams go on together, however small the batch is in training.
+        """
+        starts = torch.arange(min(TEST_STREAMS, len(self)))[rank::world] * self.stream
+        if len(starts) == 0:
+            return []
+        return [starts + begin for begin in range(0, self.stream, self.length)]
+
+    def to(self, device: torch.device) -> WholeText:
+        return replace(self, tokens=self.tokens.to(device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows(Examples):
+    """Tokens [N] in windows of `length` that do not overlap; a place is the number of a window."""
+
+    tokens: Tensor
+    length: int
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def batch(self, index: Tensor, generator: torch.Generator | None) -> Batch:
+        return cut(self.tokens, index * self.length, self.length)
+
+    def to(self, device: torch.device) -> Windows:
+        return replace(self, tokens=self.tokens.to(device))

@@ -1,0 +1,37 @@
+"""Device: where this process computes, and how strictly."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from thinwire.errors import UsageError
+from thinwire.recipes.config import Running
+
+
+def choose_device(running: Running) -> torch.device:
+    """A GPU of this process's own if it is to have one, else the CPU."""
+    if running.device == "cpu":
+        return torch.device("cpu")
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", running.processes))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus < processes:
+        if running.device == "cuda":
+            raise UsageError(
+                f"device is 'cuda', but this machine has {gpus} GPUs for {processes} processes; use fewer workers, "
+                "--simulate-workers or --device cpu"
+            )
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def prefer_determinism(wanted: bool) -> None:
+    """Kernels that give the same bits every time, or on CUDA those that a first measurement finds fastest."""
+    torch.backends.cudnn.benchmark = not wanted
+    if wanted:
+        # cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
