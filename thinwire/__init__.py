@@ -3,6 +3,7 @@
 from thinwire import optim
 from thinwire.adapters.ddp import attach
 from thinwire.adapters.optimizer import DistributedOptimizer
+from thinwire.adapters.simulate import Simulation, simulate
 from thinwire.errors import ExchangeError, UsageError, WireError
 from thinwire.exchange.agreed import CyclicLeader
 from thinwire.exchange.chunks import ChunkAllReduce
@@ -95,6 +96,7 @@ __all__ = [
     "Schedule",
     "SharedIndices",
     "SignSGD",
+    "Simulation",
     "SplitGather",
     "SplitReduce",
     "Threshold",
@@ -116,5 +118,6 @@ __all__ = [
     "layerwise_density",
     "optim",
     "rule",
+    "simulate",
     "warmup",
 ]

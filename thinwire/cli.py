@@ -43,7 +43,10 @@ class Command:
         return self.name.replace(" ", "_")
 
 
-GROUPS = {"bench": "Measure: a training step, an exchange, selections, wire formats."}
+GROUPS = {
+    "bench": "Measure: a training step, compression, an exchange, selections, wire formats.",
+    "analyse": "Look into what a method does while a recipe trains.",
+}
 """First words that several commands share."""
 
 COMMANDS = (
@@ -62,6 +65,13 @@ COMMANDS = (
         needs=("numpy", "sklearn", "matplotlib"),
     ),
     Command(
+        "analyse convergence",
+        "thinwire.analyse.command",
+        "Measure the constant xi and the rows that get nothing, epoch by epoch.",
+        extra="train",
+        needs=("numpy", "sklearn", "matplotlib"),
+    ),
+    Command(
         "lab",
         "thinwire.lab.command",
         "Run a command on an emulated cluster: hosts on this machine, joined by slow links.",
@@ -72,6 +82,13 @@ COMMANDS = (
         "bench step",
         "thinwire.bench.step_command",
         "Time a training step under each method, next to torch's own hooks.",
+        extra="train",
+        needs=("numpy",),
+    ),
+    Command(
+        "bench compress",
+        "thinwire.bench.compress_command",
+        "Time encoding and decoding a whole gradient, against one pass over memory.",
         extra="train",
         needs=("numpy",),
     ),
@@ -137,7 +154,11 @@ def run(arguments: list[str], name: str | None) -> int:
     command = typer.main.get_command(app)
     try:
         result = command.main(
-            args=arguments or ["--help"], prog_name="thinwire", standalone_mode=False
+            args=arguments or ["--help"],
+            prog_name="thinwire",
+            standalone_mode=False,
+            # What was typed, for commands that write it down for others to run.
+            obj=list(arguments),
         )
     except typer.Abort:
         return EXIT_INTERRUPTED

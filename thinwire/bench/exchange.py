@@ -23,6 +23,7 @@ from thinwire.observe.files import write_text
 from thinwire.observe.ledger import Line, check_ledger_path, ledger_lines, write_lines
 from thinwire.observe.provenance import describe_origin
 from thinwire.observe.tables import make_console
+from thinwire.recipes.clusters import HostsFile, Interface, PrintLaunch, show_script
 from thinwire.validate import check_density
 
 Row = dict[str, Any]
@@ -55,6 +56,7 @@ _Rank = Annotated[
 
 
 def bench_exchange(
+    context: typer.Context,
     methods: _Methods = "all",
     ranks: _Ranks = 4,
     virtual: _Virtual = "",
@@ -68,12 +70,15 @@ def bench_exchange(
     lowrank: _LowRank = False,
     models: _Models = "resnet50",
     rank: _Rank = None,
+    print_launch: PrintLaunch = None,
+    hosts: HostsFile = None,
+    interface: Interface = None,
 ) -> None:
     """Compare exchanges: time, bandwidth and bytes as in nccl-tests, or words per rank against P.
 
     Example: thinwire bench exchange --virtual 4,16,64,256 --count 262144 --out words
     """
-    if lowrank:
+    if lowrank and print_launch is None:
         show_lowrank(measure_models(models, ranks, rank, iters), out)
         return
     check_density("density", density)
@@ -81,6 +86,9 @@ def bench_exchange(
     sizes = parse_numbers("count", count)
     if ledger is not None:
         check_ledger_path(ledger)
+    if print_launch is not None:
+        show_script(print_launch, context.find_root().obj, hosts, interface, ranks)
+        return
     console = make_console()
     if phases:
         console.print(f"wrote {draw_all_phases(phases, sizes, density, out)}")

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from thinwire.errors import ExchangeError
+from thinwire.exchange.lockstep import one_round
 from thinwire.exchange.network import Network, release_group
 from thinwire.exchange.requests import (
     BETWEEN,
@@ -226,10 +227,11 @@ class VirtualRanks:
         batches = [_step(program, None, results, rank) for rank, program in enumerate(programs)]
         while any(batch is not None for batch in batches):
             replies = self._perform(batches)
-            batches = [
-                _step(program, replies[rank], results, rank)
-                for rank, program in enumerate(programs)
-            ]
+            with one_round():
+                batches = [
+                    _step(program, replies[rank], results, rank)
+                    for rank, program in enumerate(programs)
+                ]
         return results
 
     def _perform(self, batches: Sequence[Batch | None]) -> list[list[Tensor]]:
@@ -280,8 +282,8 @@ def answer(column: Sequence[Request]) -> list[Tensor]:
                 total += tensor
             return [total.clone() for _ in tensors]
         case AllGather():
-            gathered = torch.stack(tensors)
-            return [gathered.clone() for _ in tensors]
+            # One copy for all: what was gathered is only read.
+            return [torch.stack(tensors)] * len(tensors)
         case AllToAll():
             # One copy for all: a reply's row is only read.
             crossed = torch.stack(tensors).transpose(0, 1).contiguous()

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from thinwire.exchange import requests
 from thinwire.exchange.base import Exchange, Offer, Outcome
+from thinwire.exchange.lockstep import alike
 from thinwire.exchange.requests import Program
-from thinwire.wire.codec import Codec
+from thinwire.wire.codec import Codec, Header
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,17 @@ class AllGatherFast(Exchange):
         positions = offer.codec.table.positions(picks.indices)
         offer.account.write_off(positions, sent)
         gathered = yield from gather_payloads(payload, offer)
-        header = offer.codec.read_headers(gathered)
-        used = header.had_gradient.any(0)[offer.codec.table.entry_slots(gathered.device).long()]
+        header, used, update = alike(gathered, lambda: self._read(gathered, offer))
         offer.account.give_back(positions, torch.where(used, 0.0, sent))
-        update = self.combine(gathered, used, offer.codec, offer.account.c.dtype)
-        return Outcome(update.mul_(1 / offer.place.world), header.non_finite.any(), header)
+        return Outcome(update, header.non_finite.any(), header)
+
+    def _read(self, gathered: Tensor, offer: Offer) -> tuple[Header, Tensor, Tensor]:
+        """(headers, which entries are used, mean update)."""
+        codec = offer.codec
+        header = codec.read_headers(gathered)
+        used = header.had_gradient.any(0)[codec.table.entry_slots(gathered.device).long()]
+        update = self.combine(gathered, used, codec, offer.account.c.dtype)
+        return header, used, update.mul_(1 / offer.place.world)
 
     def combine(self, gathered: Tensor, used: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
         """Sum of all ranks' entries as one dense flat tensor."""

@@ -1,0 +1,42 @@
+"""The picture of `thinwire analyse convergence`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from thinwire.observe.plots import COLOURS
+from thinwire.observe.scores import name_metric
+
+
+def plot_convergence(path: Path, runs: Sequence[dict[str, Any]], title: str) -> None:
+    """Three panels against epochs, one curve per run: xi, share of rows without an entry, test score."""
+    # Figure without pyplot: no display, no global state.
+    figure = Figure(figsize=(13, 4), dpi=110, layout="constrained")
+    by_xi, by_rows, by_score = figure.subplots(1, 3)
+    for run, colour in zip(runs, COLOURS[1:], strict=False):
+        epochs = [look["epoch"] for look in run["epochs"]]
+        shares = [look["empty_as_sent"] / max(1, look["rows"]) for look in run["epochs"]]
+        for axes, values in (
+            (by_xi, [look["xi"] for look in run["epochs"]]),
+            (by_rows, shares),
+            (by_score, [look["score"] for look in run["epochs"]]),
+        ):
+            axes.plot(epochs, values, "o-", markersize=3, color=colour, label=run["run"])
+    figure.suptitle(title)
+    by_xi.set(ylabel="xi (mean over layers)")
+    by_rows.set(ylabel="share of rows of which worker 0 sends nothing")
+    by_score.set(ylabel=f"test {name_metric(runs[0]['metric'])}")
+    for axes in (by_xi, by_rows, by_score):
+        axes.set(xlabel="epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(True, alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in (by_xi, by_rows):
+        axes.set_ylim(bottom=0)
+    by_xi.legend(frameon=False)
+    figure.savefig(path)
