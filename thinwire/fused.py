@@ -92,7 +92,9 @@ def _exchange(
     """AllGatherFast's steps 2 to 4; slots no rank had a gradient for get no update and their entries return to memory."""
     gathered = account.payload[None]
     if place.world > 1:
-        request = requests.AllGather(account.payload, "sparse", kernels.codec.control_bytes)
+        request = requests.AllGather(
+            account.payload, "sparse", kernels.codec.control_bytes, apart=True
+        )
         (gathered,) = yield (request,)
     used, status = kernels.read_headers(gathered)
     account.used = used

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thinwire import checkpoint
 from thinwire.compressor import FlushCompressor
+from thinwire.convoy import WORTH_SENDING
 from thinwire.errors import UsageError
 from thinwire.exchange.drivers import StreamDriver, ThreadDriver
 from thinwire.exchange.hierarchy import join_hosts
@@ -78,6 +79,7 @@ class Handle:
             deterministic=deterministic,
             scale=scale,
             replan=lambda step: self._planner.change(step),
+            worth_sending=WORTH_SENDING,
         )
         self._on_close: list[Callable[[], None]] = []
         self.closed = False

@@ -28,9 +28,10 @@ from thinwire.compressor import (
     Opened,
     SparseCompressor,
 )
+from thinwire.convoy import Convoy
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.drivers import Driver, fail
-from thinwire.exchange.fused import fuse_sums
+from thinwire.exchange.fused import fuse_requests
 from thinwire.exchange.requests import Program, together
 from thinwire.fused import FusedAccount
 from thinwire.kernels.inspection import any_of, inspect, is_any_non_finite, poison_if
@@ -73,8 +74,11 @@ class Pipeline:
         deterministic: bool,
         scale: Callable[[], Tensor | None],
         replan: Callable[[int], dict[str, SlotPlan] | None] = lambda step: None,
+        worth_sending: int = 0,
     ) -> None:
         self.driver = driver
+        self.convoy = Convoy(driver, device, worth_sending)
+        """Buckets leave as soon as together they have `worth_sending` bytes; an adapter that sets it says when the last has come."""
         self.replan = replan
         """The plan of a step where it differs from the one in force."""
         self.tally = tally
@@ -94,18 +98,19 @@ class Pipeline:
         """Start the exchange of one bucket; the future's value is `bucket.flat` holding the update."""
         try:
             with station(ENCODE):
-                program = self._open(bucket)
+                program, nbytes = self._open(bucket)
         except Exception as error:
             # Raised here it would leave DDP's reducer unusable; through the future it ends backward().
             failed: Future[Tensor] = Future()
             fail(failed, error)
             return failed
-        return self.driver.start(program)
+        return self.convoy.add(program, nbytes)
 
-    def _open(self, bucket: Bucket) -> Program[Tensor]:
+    def _open(self, bucket: Bucket) -> tuple[Program[Tensor], float]:
+        """(what is left to do, bytes this rank sends in it)."""
         names = [slot.name for slot in bucket.layout.slots]
         if not names:
-            return return_untouched(bucket)
+            return return_untouched(bucket), 0.0
         if self._book.settled or not self._book.seen.isdisjoint(names):
             self.end_step()
         if not self._book.seen:
@@ -123,7 +128,8 @@ class Pipeline:
                 self._book.accounts.append(one.account)
                 self._book.groups.append(group)
         self.tally.add_bucket(bucket.layout, [g for _, g in groups], opened, self.driver.place)
-        return self._finish(bucket, [group for _, group in groups], opened, self._book)
+        nbytes = sum(sum(one.slot_bytes) for one in opened)
+        return self._finish(bucket, [group for _, group in groups], opened, self._book), nbytes
 
     def _open_group(self, compressor: Compressor, group: Group, bucket: Bucket) -> Opened:
         steps = [self.roster.assignments[slot.name].steps for slot in group.slots]
@@ -148,7 +154,7 @@ class Pipeline:
         self, bucket: Bucket, groups: Sequence[Group], opened: Sequence[Opened], book: StepBook
     ) -> Program[Tensor]:
         side_by_side = together([o.program for o in opened])
-        outcomes: list[Outcome] = yield from fuse_sums(side_by_side)
+        outcomes: list[Outcome] = yield from fuse_requests(side_by_side)
         verdicts: list[Tensor] = []
         for group, one, outcome in zip(groups, opened, outcomes, strict=True):
             verdicts.append(outcome.non_finite)

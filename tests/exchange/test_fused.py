@@ -8,7 +8,7 @@ import torch
 import thinwire as tw
 from tests.contracts.cluster import Cluster
 from thinwire.exchange.drivers import run_virtual
-from thinwire.exchange.fused import FusedBatch, fuse_sums
+from thinwire.exchange.fused import FusedBatch, fuse_requests
 from thinwire.exchange.requests import INSIDE, AllGather, AllReduce, together
 from thinwire.methods.base import Method
 from thinwire.observe.ledger import Ledger
@@ -36,7 +36,7 @@ def ask(rank: int):
 def test_replies_are_those_of_sums_apart_and_messages_fewer():
     apart, fused = Ledger(3), Ledger(3)
     expected = run_virtual([ask(rank) for rank in range(3)], apart)
-    found = run_virtual([fuse_sums(ask(rank)) for rank in range(3)], fused)
+    found = run_virtual([fuse_requests(ask(rank)) for rank in range(3)], fused)
     for ours, theirs in zip(found, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert one.shape == other.shape and torch.equal(one, other)
@@ -68,10 +68,10 @@ def test_programs_that_end_at_once_or_apart():
         return float(total)
 
     ledger = Ledger(2)
-    programs = [fuse_sums(together([sums(1), sums(3), sums(0)])) for _ in range(2)]
+    programs = [fuse_requests(together([sums(1), sums(3), sums(0)])) for _ in range(2)]
     assert run_virtual(programs, ledger) == [[2.0, 8.0, 1.0]] * 2
     assert ledger.messages() == 3
-    assert run_virtual([fuse_sums(together([sums(0)])) for _ in range(2)]) == [[1.0]] * 2
+    assert run_virtual([fuse_requests(together([sums(0)])) for _ in range(2)]) == [[1.0]] * 2
 
 
 @pytest.mark.parametrize("method", [tw.PowerSGD(rank=2), tw.ACPSGD(rank=2)], ids=str)

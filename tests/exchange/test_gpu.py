@@ -13,10 +13,11 @@ import torch.multiprocessing as mp
 from tests.exchange.ranks import Ranks, gradients
 from thinwire.bench.exchange_cases import Worker, find_cases, make_gradient, make_group
 from thinwire.exchange.agreed import CyclicLeader
-from thinwire.exchange.drivers import run_inline
+from thinwire.exchange.drivers import StreamDriver, run_inline
 from thinwire.exchange.dsa import SplitGather
 from thinwire.exchange.exclusive import Exclusive
 from thinwire.exchange.network import Network
+from thinwire.exchange.requests import AllReduce, Place
 from thinwire.exchange.reused import ReusedThresholds
 from thinwire.exchange.split import SplitReduce
 from thinwire.exchange.tree import TreeMerge
@@ -67,6 +68,32 @@ def test_the_host_never_waits(name):
         ranks.step(inputs, had=had)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class SlowNetwork:
+    """Answers at once on the host and late on the device."""
+
+    place = Place(0, 2)
+
+    def perform(self, batch):
+        torch.cuda._sleep(200_000_000)
+        return [request.tensor for request in batch]
+
+
+def test_what_was_made_before_the_first_request_is_there_after_it():
+    """The host is done with the program, and has freed its tensors, long before the side stream reads them."""
+
+    def program():
+        made = torch.arange(1000, device="cuda")
+        yield (AllReduce(torch.zeros(1, device="cuda")),)
+        return made + 1
+
+    driver = StreamDriver(SlowNetwork(), torch.device("cuda", torch.cuda.current_device()))
+    future = driver.start(program())
+    for _ in range(100):
+        torch.full((1000,), -1, device="cuda")
+    assert future.wait().tolist() == list(range(1, 1001))
+    driver.close()
 
 
 def nccl_rank(rank: int, world: int, folder: str) -> None:

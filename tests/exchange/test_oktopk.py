@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +14,17 @@ from thinwire.exchange import regions, reused
 from thinwire.exchange.drivers import run_virtual
 from thinwire.exchange.regions import HashedRegions
 from thinwire.exchange.reused import ReusedThresholds, step_towards
+from thinwire.exchange.segments import Edges, Segments
 from thinwire.exchange.split import SplitReduce
-from thinwire.exchange.threshold import EXACT, Candidates, choose_largest, magnitude_bits
+from thinwire.exchange.threshold import (
+    COARSE,
+    EXACT,
+    MEDIUM,
+    Candidates,
+    Rounds,
+    choose_largest,
+    magnitude_bits,
+)
 from thinwire.exchange.uneven import overlap
 from thinwire.kernels.topk import row_topk_reference
 from thinwire.methods.oktopk import OkTopK
@@ -69,9 +80,9 @@ def test_radix_select_finds_the_largest(world, rounds):
     for keep in (0, 1, 37, 200, 5000):
         programs = [
             choose_largest(
-                Candidates(magnitude_bits(values[r]), present[r], [(0, 150), (150, 400)]),
-                [torch.tensor(keep)] * 2,
-                [rounds] * 2,
+                Candidates(magnitude_bits(values[r]), present[r], Segments(Edges([0, 150, 400]))),
+                torch.tensor([keep, keep]),
+                Rounds([rounds] * 2),
                 world=world,
                 rank=r,
                 phase="t",
@@ -88,6 +99,50 @@ def test_radix_select_finds_the_largest(world, rounds):
                 assert magnitude[inside].min() >= magnitude[there & ~inside].max()
 
 
+def test_segments_are_searched_together_as_they_would_be_alone():
+    edges = [0, 1, 90, 400, 401, 1000]
+    kinds = [COARSE, EXACT, MEDIUM, EXACT, COARSE]
+    keep = torch.tensor([1, 20, 0, 3, 150])
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(3, 1000, generator=generator)
+    values[:, ::9] = 0.5
+    present = torch.rand(3, 1000, generator=generator) < 0.7
+
+    def search(start: int, stop: int, which: slice, inside: list[int]) -> Tensor:
+        programs = [
+            choose_largest(
+                Candidates(
+                    magnitude_bits(values[rank, start:stop]),
+                    present[rank, start:stop],
+                    Segments(Edges(inside)),
+                ),
+                keep[which],
+                Rounds(kinds[which]),
+                world=3,
+                rank=rank,
+                phase="t",
+            )
+            for rank in range(3)
+        ]
+        return torch.stack(run_virtual(programs))
+
+    together = search(0, 1000, slice(None), edges)
+    for which, (start, stop) in enumerate(itertools.pairwise(edges)):
+        alone = search(start, stop, slice(which, which + 1), [0, stop - start])
+        assert torch.equal(together[:, start:stop], alone)
+        assert int(alone.sum()) == min(int(keep[which]), int(present[:, start:stop].sum()))
+
+
+def test_turns_count_inside_each_segment():
+    chosen = torch.tensor([1, 0, 1, 1, 1, 0, 0, 1], dtype=torch.bool)
+    segments = Segments(Edges([0, 3, 3, 7, 8]))
+    turns, totals = segments.turns(chosen)
+    assert turns.tolist() == [1, 1, 2, 1, 2, 2, 2, 1]
+    assert totals.tolist() == [2, 0, 2, 1]
+    assert segments.of.tolist() == [0, 0, 0, 2, 2, 2, 2, 3]
+    assert segments.spread(torch.tensor([5, 6, 7, 8])).tolist() == [5, 5, 5, 7, 7, 7, 7, 8]
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_hashed_regions_tile_the_group(world):
     ranks = Ranks(SplitReduce(), world, [(7,), (64, 768), (1000,)])
@@ -99,7 +154,7 @@ def test_hashed_regions_tile_the_group(world):
         owner, index = hashed.place(positions, torch.full_like(positions, which))
         assert torch.equal(hashed.positions(owner, index), positions)
         assert len({*zip(owner.tolist(), index.tolist(), strict=True)}) == slot.numel
-        start, stop = hashed.spans[which]
+        start, stop = hashed.edges.on_device[which : which + 2]
         assert bool(((index >= start) & (index < stop)).all())
 
 

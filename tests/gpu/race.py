@@ -173,6 +173,7 @@ def check_race(seat: Seat, name: str, steps: Callable[[str], int]) -> str:
     handle = tw.attach(ddp, make_method(name), optimizer=optimizer)
     inspector = Inspector(seat)
     handle.pipeline.driver = WatchedDriver(handle.pipeline.driver, inspector)
+    handle.pipeline.convoy.driver = handle.pipeline.driver
     generator = torch.Generator(seat.device).manual_seed(seat.rank)
     count = steps(name)
     for step in range(count):

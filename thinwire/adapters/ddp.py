@@ -118,7 +118,10 @@ class Socket:
             return failed
         if self._watch is not None and self._watch.exchange_begins():
             self._watch = None
-        return self.handle.pipeline.reduce(Bucket(layout, bucket.buffer()))
+        future = self.handle.pipeline.reduce(Bucket(layout, bucket.buffer()))
+        if bucket.is_last():
+            self.handle.pipeline.convoy.leave()
+        return future
 
     def _layout(self, bucket: dist.GradBucket) -> BucketLayout:
         parameters = bucket.parameters()

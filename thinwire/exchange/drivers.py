@@ -37,6 +37,7 @@ from thinwire.exchange.requests import (
     Request,
     Swap,
 )
+from thinwire.exchange.suspended import find_held
 from thinwire.observe.ledger import Ledger
 from thinwire.observe.stations import DECODE, ENCODE, EXCHANGE, station
 
@@ -49,7 +50,7 @@ class Driver(ABC):
     place: Place
 
     @abstractmethod
-    def start(self, program: Program[Tensor]) -> Future[Tensor]:
+    def start(self, program: Program[Any]) -> Future[Any]:
         """Run the program up to its first request in the caller, the rest in the background.
 
         Errors arrive through the future, never as an exception: one inside a DDP hook would wedge the reducer.
@@ -60,9 +61,9 @@ class Driver(ABC):
         """Finish what was started and stop."""
 
 
-def fail(future: Future[Tensor], error: Exception) -> None:
-    """End a future with an error; torch's stub wrongly wants a tensor here."""
-    future.set_exception(error)  # type: ignore[arg-type]
+def fail(future: Future[Any], error: Exception) -> None:
+    """End a future with an error."""
+    future.set_exception(error)
 
 
 def begin(program: Program[Any]) -> Batch:
@@ -98,13 +99,13 @@ class ThreadDriver(Driver):
     def __init__(self, network: Network) -> None:
         self.network = network
         self.place = network.place
-        self._jobs: queue.SimpleQueue[tuple[Program[Tensor], Batch, Future[Tensor]] | None]
+        self._jobs: queue.SimpleQueue[tuple[Program[Any], Batch, Future[Any]] | None]
         self._jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._broken: ExchangeError | None = None
 
-    def start(self, program: Program[Tensor]) -> Future[Tensor]:
-        future: Future[Tensor] = Future()
+    def start(self, program: Program[Any]) -> Future[Any]:
+        future: Future[Any] = Future()
         try:
             batch = begin(program)
         except StopIteration as finished:
@@ -153,25 +154,29 @@ class StreamDriver(Driver):
     """Requests, waits and decoding are enqueued on side streams in program order.
 
     Encoding runs on the caller's stream, behind the gradients it reads. Buckets take turns on a few side streams,
-    so that decoding one does not hold back the next one's collective.
+    so that decoding one does not hold back the next one's collective. What a program made on the caller's stream is kept
+    until the side stream is through with it: the host ends the program long before.
     """
 
     def __init__(self, network: Network, device: torch.device, streams: int = 4) -> None:
         self.network = network
         self.place = network.place
         self.device = device
-        self._streams = [torch.cuda.Stream(device) for _ in range(streams)]
+        # First in line, so that the network never waits for a decode behind the backward pass.
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(streams)]
         self._turn = 0
+        self._held: list[tuple[torch.cuda.Event, Any]] = []
+        """What programs held when they changed streams, each with the mark that ends its use."""
 
-    def start(self, program: Program[Tensor]) -> Future[Tensor]:
-        future: Future[Tensor] = Future(devices=[self.device])
+    def start(self, program: Program[Any]) -> Future[Any]:
+        future: Future[Any] = Future(devices=[self.device])
         try:
             self._run(program, future)
         except Exception as error:
             fail(future, error)
         return future
 
-    def _run(self, program: Program[Tensor], future: Future[Tensor]) -> None:
+    def _run(self, program: Program[Any], future: Future[Any]) -> None:
         try:
             batch = begin(program)
         except StopIteration as finished:
@@ -179,18 +184,21 @@ class StreamDriver(Driver):
             return
         stream = self._streams[self._turn % len(self._streams)]
         self._turn += 1
+        held = (batch, find_held(program))
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             try:
                 while True:
-                    for request in batch:
-                        request.tensor.record_stream(stream)
                     batch = go_on(program, self.network, batch)
             except StopIteration as finished:
                 future.set_result(finished.value)
+            finally:
+                self._held = [(done, kept) for done, kept in self._held if not done.query()]
+                self._held.append((stream.record_event(), held))
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
+        self._held.clear()
 
 
 def run_virtual(

@@ -1,25 +1,26 @@
-"""Fused sums: what the groups of a bucket ask to be summed in one round travels as one all-reduce.
+"""Fused requests: what several programs ask for in one round travels as one collective.
 
-A bucket holds matrices sent as factors beside vectors that stay dense. Both are small sums of one dtype, and each
-collective of its own would cost its latency once more.
+A bucket holds matrices sent as factors beside vectors that stay dense, and buckets travel together. Each small sum or payload
+would cost the latency of a collective once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire.exchange.requests import AllReduce, Batch, Program, Replies, Request
+from thinwire.exchange.requests import AllGather, AllReduce, Batch, Program, Replies, Request
 
 T = TypeVar("T")
 
 
-def fuse_sums(program: Program[T]) -> Program[T]:
-    """The same program, asking for one all-reduce where it asked for several of one dtype among the same ranks.
+def fuse_requests(program: Program[T]) -> Program[T]:
+    """The same program, asking for one all-reduce where it asked for several of one dtype among the same ranks, and for one
+    all-gather of payloads.
 
     Every rank fuses alike, because batches are alike on all ranks. A backend may add in another order than it would
     apart, as it may in another bucketing; a program whose bits must not depend on that asks for no all-reduce.
@@ -59,17 +60,18 @@ class FusedBatch:
                 found[chosen[0]] = reply
                 continue
             asked = [self.batch[which].tensor for which in chosen]
-            pieces = reply.split([tensor.numel() for tensor in asked])
+            pieces = reply.split([tensor.numel() for tensor in asked], dim=-1)
+            gathered = isinstance(self.batch[chosen[0]], AllGather)
             for which, tensor, piece in zip(chosen, asked, pieces, strict=True):
-                found[which] = piece.view(tensor.shape)
+                found[which] = piece if gathered else piece.view(tensor.shape)
         return [found[which] for which in range(len(self.batch))]
 
 
 def _companions(which: int, request: Request) -> Hashable:
     """Requests with the same answer travel together."""
-    if not isinstance(request, AllReduce):
-        return which
-    return request.scope, request.tensor.dtype, request.tensor.device
+    if isinstance(request, AllReduce) or (isinstance(request, AllGather) and request.apart):
+        return request.kind, request.scope, request.tensor.dtype, request.tensor.device
+    return which
 
 
 def _fuse(requests: Sequence[Request]) -> Request:
@@ -78,10 +80,10 @@ def _fuse(requests: Sequence[Request]) -> Request:
     padding: int | Tensor = 0
     for request in requests:
         padding = padding + request.padding_bytes
-    return AllReduce(
-        torch.cat([request.tensor.reshape(-1) for request in requests]),
-        "+".join(dict.fromkeys(request.phase for request in requests)),
-        sum(request.control_bytes for request in requests),
-        padding,
-        requests[0].scope,
+    return replace(
+        requests[0],
+        tensor=torch.cat([request.tensor.reshape(-1) for request in requests]),
+        phase="+".join(dict.fromkeys(request.phase for request in requests)),
+        control_bytes=sum(request.control_bytes for request in requests),
+        padding_bytes=padding,
     )

@@ -33,7 +33,7 @@ class AllGatherFast(Exchange):
         picks = offer.pick()
         payload, sent = offer.codec.encode(picks, offer.flags)
         positions = offer.codec.table.positions(picks.indices)
-        offer.account.write_off(positions, sent)
+        offer.account.write_off(positions, sent, held=picks.values)
         gathered = yield from gather_payloads(payload, offer)
         header, used, update = alike(gathered, lambda: self._read(gathered, offer))
         offer.account.give_back(positions, torch.where(used, 0.0, sent))
@@ -75,5 +75,5 @@ def gather_payloads(payload: Tensor, offer: Offer) -> Program[Tensor]:
     if offer.place.world == 1:
         return payload[None]
     control = offer.codec.control_bytes
-    (gathered,) = yield (requests.AllGather(payload, offer.phase, control),)
+    (gathered,) = yield (requests.AllGather(payload, offer.phase, control, apart=True),)
     return gathered

@@ -26,6 +26,7 @@ from thinwire.exchange.common import (
 )
 from thinwire.exchange.regions import HashedRegions
 from thinwire.exchange.requests import AllGather, AllToAll, Program
+from thinwire.exchange.segments import Segments
 from thinwire.exchange.threshold import magnitude_bits
 from thinwire.select.rows import RowTable
 
@@ -37,11 +38,13 @@ class Places:
     """How many places each slot has in a message to one owner, and where they begin."""
 
     def __init__(self, table: RowTable, world: int, capacity: float, device: torch.device) -> None:
-        self.counts = [capacity_of(rows.entries, world, capacity) for rows in table.rows]
-        self.starts = [sum(self.counts[:which]) for which in range(len(self.counts))]
-        self.total = sum(self.counts)
-        self.counts_on_device = torch.tensor(self.counts, device=device)
-        self.starts_on_device = torch.tensor(self.starts, device=device)
+        entries = [rows.entries for rows in table.rows]
+        counts = [capacity_of(k, world, capacity) for k in entries]
+        self.total = sum(counts)
+        self.entries = torch.tensor(entries, device=device)
+        """How many entries each slot may keep."""
+        self.counts = torch.tensor(counts, device=device)
+        self.starts = self.counts.cumsum(0) - self.counts
 
 
 def capacity_of(entries: int, world: int, capacity: float) -> int:
@@ -52,13 +55,11 @@ def capacity_of(entries: int, world: int, capacity: float) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """This rank's selected entries, and which of them found a place."""
+    """This rank's selected entries, and those of them that found a place in a message."""
 
     positions: Tensor
-    slots: Tensor
     sent: Tensor
     """Values as the wire rounds them; 0 for entries without a place."""
-    placed: Tensor
     indices: Tensor
     """int32 [world, places]"""
     values: Tensor
@@ -82,8 +83,8 @@ def propose(offer: Offer, regions: HashedRegions, places: Places) -> Proposal:
     sizes.scatter_add_(0, box, torch.ones_like(box))
     turn = torch.arange(box.numel(), device=box.device) - (sizes.cumsum(0) - sizes)[box]
     slot = slots[order]
-    fits = (box < boxes) & (turn < places.counts_on_device[slot])
-    target = owner[order] * places.total + places.starts_on_device[slot] + turn
+    fits = (box < boxes) & (turn < places.counts[slot])
+    target = owner[order] * places.total + places.starts[slot] + turn
     target = torch.where(fits, target, world * places.total)
     indices = torch.full(
         (world * places.total + 1,), NO_ENTRY, dtype=INDEX_DTYPE, device=box.device
@@ -94,9 +95,7 @@ def propose(offer: Offer, regions: HashedRegions, places: Places) -> Proposal:
     placed = torch.zeros_like(fits).scatter_(0, order, fits)
     return Proposal(
         positions,
-        slots,
         torch.where(placed, wire, 0.0).to(offer.account.c.dtype),
-        placed,
         indices[:-1].view(world, -1),
         values[:-1].view(world, -1),
     )
@@ -147,16 +146,13 @@ def add_by_rank(sums: Tensor, target: Tensor, values: Tensor) -> None:
         sums.index_add_(0, row, numbers)
 
 
-def compact(winners: Tensor, regions: HashedRegions, places: Places) -> Tensor:
+def compact(winners: Tensor, segments: Segments, places: Places) -> Tensor:
     """int32 [places]: the indices of this owner's winners, in order, as many as each slot has places for."""
-    device = winners.device
-    fit = torch.full((places.total + 1,), NO_ENTRY, dtype=INDEX_DTYPE, device=device)
-    for slot, (start, stop) in enumerate(regions.spans):
-        won = winners[start:stop]
-        turn = won.cumsum(0) - 1
-        taken = won & (turn < places.counts[slot])
-        target = torch.where(taken, places.starts[slot] + turn, places.total)
-        fit[target] = torch.arange(start, stop, dtype=INDEX_DTYPE, device=device)
+    turns, _ = segments.turns(winners)
+    taken = winners & (turns <= segments.spread(places.counts))
+    target = torch.where(taken, turns + segments.spread(places.starts - 1), places.total)
+    fit = torch.full((places.total + 1,), NO_ENTRY, dtype=INDEX_DTYPE, device=winners.device)
+    fit[target] = torch.arange(winners.numel(), dtype=INDEX_DTYPE, device=winners.device)
     return fit[:-1]
 
 

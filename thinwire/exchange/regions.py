@@ -6,13 +6,13 @@ any agreement between ranks, and the same in every bucketing.
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from thinwire.exchange.segments import Edges
 from thinwire.select.rows import RowTable
 
 BLOCK_BITS = 6
@@ -43,13 +43,13 @@ class HashedRegions:
             edges.append(edges[-1] + (-(-blocks // world) << shift))
         self.size = edges[-1]
         """Elements of a region, the same for every owner; some are beyond the end of their slot."""
-        self.spans = list(itertools.pairwise(edges))
+        self.edges = Edges(edges, device)
         """Where each slot's part of a region begins and ends."""
         self._offsets = torch.tensor([rows.slot.offset for rows in table.rows], device=device)
         self._shifts = torch.tensor(shifts, device=device)
         self._bases = torch.tensor(bases[:-1], device=device)
         self._begins = torch.tensor(begins[:-1], device=device)
-        self._edges = torch.tensor(edges[:-1], device=device)
+        self._edges = self.edges.on_device[:-1]
         self._owners = torch.cat(owners).to(device)
         self._turns = torch.cat(turns).to(device)
         self._starts = self._find_starts(table, shifts, begins)

@@ -70,6 +70,9 @@ class AllReduce(Request):
 class AllGather(Request):
     """Every rank's 1-D tensor, all of one size; the reply is [world, n]."""
 
+    apart: bool = False
+    """Whether the reply's rows may lie apart in memory, so that others can share the collective."""
+
     kind: ClassVar[str] = "all_gather"
 
     def sent_bytes(self, world: int) -> int:

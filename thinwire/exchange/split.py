@@ -30,13 +30,16 @@ from thinwire.exchange.places import (
 )
 from thinwire.exchange.regions import HashedRegions
 from thinwire.exchange.requests import Program
+from thinwire.exchange.segments import Segments
 from thinwire.exchange.threshold import (
     EXACT,
     Candidates,
+    Rounds,
     choose_largest,
     magnitude_bits,
     rounds_for,
 )
+from thinwire.select.rows import RowTable
 from thinwire.validate import check_choice, check_finite_number
 
 Threshold = Literal["auto", "exact"]
@@ -102,8 +105,10 @@ class SplitReduce(Exchange):
             offer.account.write_off(proposal.positions, proposal.sent)
         owned, flags = yield from reduce_split(offer, regions, proposal)
         used, non_finite = read_flags(flags)
-        winners = yield from self.select_winners(offer, regions, owned, used)
-        fit = compact(winners, regions, places)
+        segments = Segments(regions.edges)
+        # A slot that no rank had a gradient for keeps nothing.
+        winners = yield from self.select_winners(offer, segments, owned, used * places.entries)
+        fit = compact(winners, segments, places)
         if full:
             agreed = yield from gather_places(offer, regions, fit)
             if not sums_by_owner(offer):
@@ -114,19 +119,24 @@ class SplitReduce(Exchange):
         lost = torch.where(kept[proposal.positions], 0.0, proposal.sent)
         offer.account.give_back(proposal.positions, lost)
         non_finite = non_finite | ~update.isfinite().all()
-        counts = count_by_slot(proposal.placed, proposal.slots, table)
+        counts = count_by_slot(proposal.sent != 0, table.entry_slots(device), table)
         return Outcome(update.mul_(1 / world), non_finite, sent=counts)
 
     def select_winners(
-        self, offer: Offer, regions: HashedRegions, owned: Owned, used: Tensor
+        self, offer: Offer, segments: Segments, owned: Owned, keep: Tensor
     ) -> Program[Tensor]:
-        """The k largest sums of every slot that some rank had a gradient for."""
-        entries = [rows.entries for rows in offer.codec.table.rows]
-        keep = [used[s] * k for s, k in enumerate(entries)]
-        rounds = [EXACT if self.threshold == "exact" else rounds_for(k) for k in entries]
-        candidates = Candidates(magnitude_bits(owned.sums), owned.touched, regions.spans)
-        place = offer.place
+        """The `keep` largest sums of every slot."""
+        table, place, device = offer.codec.table, offer.place, keep.device
+        rounds = remembered(
+            table, ("rounds", self.threshold, device), lambda: self.rounds(table, device)
+        )
+        candidates = Candidates(magnitude_bits(owned.sums), owned.touched, segments)
         winners = yield from choose_largest(
             candidates, keep, rounds, world=place.world, rank=place.rank, phase=offer.phase
         )
         return winners
+
+    def rounds(self, table: RowTable, device: torch.device) -> Rounds:
+        """How closely each slot's threshold is looked for."""
+        exact = self.threshold == "exact"
+        return Rounds([EXACT if exact else rounds_for(rows.entries) for rows in table.rows], device)

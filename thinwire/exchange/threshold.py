@@ -1,4 +1,4 @@
-"""The k-th largest magnitude of numbers that are spread over ranks, found by radix select.
+"""The k-th largest magnitude of numbers that are spread over ranks, found by radix select in many segments at once.
 
 |x| as an integer has the order of |x| as a number. Each round all-reduces one histogram of the next few bits of
 those that are still in question; only integers travel, so every rank finds the same answer.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.exchange.requests import AllGather, AllReduce, Program
+from thinwire.exchange.segments import Segments
 
 MAGNITUDE_BITS = 31
 EXACT = (8, 8, 8, 7)
@@ -37,23 +38,57 @@ def magnitude_bits(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """This rank's share of the numbers: `spans` are the segments that compete among themselves."""
+    """This rank's share of the numbers: those of a segment compete among themselves."""
 
     bits: Tensor
     """int32 magnitude bits."""
     present: Tensor
     """bool: which of them take part."""
-    spans: Sequence[tuple[int, int]]
+    segments: Segments
+
+
+class Round:
+    """The bits that every segment looks at in one round. One that is done looks at none, and its digit is 0."""
+
+    def __init__(
+        self, rounds: Sequence[tuple[int, ...]], level: int, device: torch.device | None
+    ) -> None:
+        widths = [r[level] if level < len(r) else 0 for r in rounds]
+        shifts = [MAGNITUDE_BITS - sum(r[: level + 1]) for r in rounds]
+        self.columns = 1 << max(widths)
+        bins = [which * self.columns + torch.arange(1 << w) for which, w in enumerate(widths) if w]
+        self._bins = torch.cat(bins).to(device)
+        self._full = self._bins.numel() == len(rounds) * self.columns
+        self.shifts = torch.tensor(shifts, dtype=torch.int32, device=device)
+        self.masks = torch.tensor([(1 << w) - 1 for w in widths], dtype=torch.int32, device=device)
+
+    def pack(self, grid: Tensor) -> Tensor:
+        """What has to travel of a flat grid of segments x columns: the bins that there are."""
+        return grid if self._full else grid.index_select(0, self._bins)
+
+    def unpack(self, counts: Tensor) -> Tensor:
+        """[segments, columns] out of what `pack` made."""
+        if not self._full:
+            grid = counts.new_zeros(self.shifts.numel() * self.columns)
+            counts = grid.index_copy_(0, self._bins, counts)
+        return counts.view(-1, self.columns)
+
+
+class Rounds:
+    """How the segments are searched: bits per round and segment. A segment may stop early, which makes its ties more."""
+
+    def __init__(
+        self, rounds: Sequence[tuple[int, ...]], device: torch.device | None = None
+    ) -> None:
+        depth = max((len(r) for r in rounds), default=0)
+        self.levels = [Round(rounds, level, device) for level in range(depth)]
+        left = [(1 << MAGNITUDE_BITS - sum(r)) - 1 for r in rounds]
+        self.left = torch.tensor(left, dtype=torch.int32, device=device)
+        """Per segment: the bits that no round looks at."""
 
 
 def choose_largest(
-    candidates: Candidates,
-    keep: Sequence[Tensor],
-    rounds: Sequence[tuple[int, ...]],
-    *,
-    world: int,
-    rank: int,
-    phase: str,
+    candidates: Candidates, keep: Tensor, rounds: Rounds, *, world: int, rank: int, phase: str
 ) -> Program[Tensor]:
     """bool mask of the winners: per segment exactly keep[s] over all ranks, or all if there are fewer.
 
@@ -63,30 +98,22 @@ def choose_largest(
        are left, in proportion to its ties, and fills it in index order. (Lower ranks first would leave a few owners with
        most of the winners wherever the histogram is coarse.)
 
-    `keep[s]` are numbers on the device that all ranks share; `rounds[s]` may stop early, which makes the ties more.
+    `keep` are numbers on the device that all ranks share, one per segment.
     """
-    segments = range(len(candidates.spans))
-    searches = [Search(candidates, s, keep[s], rounds[s]) for s in segments]
-    depth = max((len(r) for r in rounds), default=0)
-    for level in range(depth):
-        active = [search for search in searches if level < len(search.rounds)]
-        counts = torch.cat([search.histogram(level) for search in active])
+    search = Search(candidates, keep)
+    for level in rounds.levels:
+        counts = search.histogram(level)
         if world > 1:
             (counts,) = yield (AllReduce(counts, f"{phase}/histogram", counts.nbytes),)
-        pieces = counts.split([1 << search.rounds[level] for search in active])
-        for search, piece in zip(active, pieces, strict=True):
-            search.descend(piece, level)
-    ties = torch.stack([search.ties().sum() for search in searches]).to(torch.int32)
+        search.descend(counts, level)
+    turns, totals = candidates.segments.turns(search.open)
+    ties = totals.to(torch.int32)
     everywhere = ties[None]
     if world > 1:
         (everywhere,) = yield (AllGather(ties, f"{phase}/ties", ties.nbytes),)
-    remaining = torch.stack([search.remaining for search in searches])
-    shares = share_out(remaining, everywhere.long())[rank]
-    mask = torch.zeros_like(candidates.present)
-    for s, search in enumerate(searches):
-        start, stop = candidates.spans[s]
-        mask[start:stop] = search.winners(shares[s])
-    return mask
+    shares = share_out(search.remaining, everywhere.long())[rank]
+    tied = search.open & (turns <= candidates.segments.spread(shares))
+    return search.above(rounds.left) | tied
 
 
 def share_out(places: Tensor, ties: Tensor) -> Tensor:
@@ -98,49 +125,42 @@ def share_out(places: Tensor, ties: Tensor) -> Tensor:
 
 
 class Search:
-    """Radix select in one segment."""
+    """Radix select in all segments at once."""
 
-    def __init__(
-        self, candidates: Candidates, segment: int, keep: Tensor, rounds: tuple[int, ...]
-    ) -> None:
-        start, stop = candidates.spans[segment]
-        self.bits = candidates.bits[start:stop]
-        self.present = candidates.present[start:stop]
-        self.rounds = rounds
+    def __init__(self, candidates: Candidates, keep: Tensor) -> None:
+        self.candidates = candidates
+        self.segments = candidates.segments
+        self.open = candidates.present
+        """bool: candidates that begin with their segment's prefix."""
         self.remaining = keep.to(torch.int64)
-        """How many are still to be found at or below the prefix."""
-        self.prefix = torch.zeros((), dtype=torch.int32, device=self.bits.device)
+        """[segments]: how many are still to be found at or below the prefix."""
+        self.prefix = torch.zeros_like(self.remaining, dtype=torch.int32)
+        """[segments]: the bits found so far, where they belong in the number."""
+        self._digits = candidates.bits
 
-    def _shift(self, level: int) -> int:
-        return MAGNITUDE_BITS - sum(self.rounds[: level + 1])
+    def histogram(self, level: Round) -> Tensor:
+        spread = self.segments.spread
+        self._digits = (self.candidates.bits >> spread(level.shifts)) & spread(level.masks)
+        at = self.segments.cells(self._digits, level.columns)
+        cells = self.segments.count * level.columns
+        grid = torch.zeros(cells, dtype=torch.int32, device=at.device)
+        return level.pack(grid.scatter_add_(0, at, self.open.to(torch.int32)))
 
-    def _top(self, levels: int) -> Tensor:
-        """The bits that `levels` rounds have looked at."""
-        return self.bits >> (MAGNITUDE_BITS - sum(self.rounds[:levels]))
-
-    def histogram(self, level: int) -> Tensor:
-        width = self.rounds[level]
-        digits = (self.bits >> self._shift(level)) & ((1 << width) - 1)
-        open_ = self.present
-        if level:
-            open_ = open_ & (self._top(level) == self.prefix)
-        counts = torch.zeros(1 << width, dtype=torch.int32, device=self.bits.device)
-        return counts.scatter_add_(0, digits.long(), open_.to(torch.int32))
-
-    def descend(self, counts: Tensor, level: int) -> None:
+    def descend(self, counts: Tensor, level: Round) -> None:
         """Into the highest bin with at least `remaining` candidates at or above it; the lowest if there are fewer."""
-        at_or_above = counts.long().flip(0).cumsum(0).flip(0)
-        digit = ((at_or_above >= self.remaining).sum() - 1).clamp(min=0)
-        # index_select, because `counts[digit]` would read the digit on the host.
-        above = (at_or_above - counts).index_select(0, digit.view(1)).view(())
-        self.remaining = self.remaining - above
-        self.prefix = (self.prefix << self.rounds[level]) | digit.to(torch.int32)
+        grid = level.unpack(counts)
+        up_to = grid.cumsum(1)
+        above = up_to[:, -1:] - up_to
+        # As many bins as have enough candidates above them. Where nothing is to be found all have, those beyond the
+        # segment's own among them.
+        enough = (above >= self.remaining[:, None]).sum(1, dtype=torch.int32)
+        digit = torch.minimum(enough, level.masks)
+        self.remaining = self.remaining - above.gather(1, digit.long()[:, None]).view(-1)
+        self.prefix = self.prefix | (digit << level.shifts)
+        self.open = self.open & (self._digits == self.segments.spread(digit))
 
-    def ties(self) -> Tensor:
-        return self.present & (self._top(len(self.rounds)) == self.prefix)
-
-    def winners(self, tie_places: Tensor) -> Tensor:
-        """Winners among this rank's candidates, `tie_places` of its ties among them."""
-        above = self.present & (self._top(len(self.rounds)) > self.prefix)
-        ties = self.ties()
-        return above | (ties & (ties.cumsum(0) <= tie_places))
+    def above(self, left: Tensor) -> Tensor:
+        """Candidates that win whatever the ties; `left` are the bits that no round has looked at."""
+        return self.candidates.present & (
+            self.candidates.bits > self.segments.spread(self.prefix | left)
+        )

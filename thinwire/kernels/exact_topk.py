@@ -1,10 +1,12 @@
-"""Exact top-k of every row of a table: one call per bucket, the fast kernel where there is one."""
+"""Exact top-k of every row of a table: one call per bucket, the fast way of each device."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -12,10 +14,11 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.topk import row_topk
+from thinwire.kernels.tournament import Strip, Tournament, pays
 
 if TYPE_CHECKING:
     from thinwire.kernels.row_select import Launch
-    from thinwire.select.rows import RowTable
+    from thinwire.select.rows import RowTable, SlotRows
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +34,87 @@ def has_triton() -> bool:
     return True
 
 
-def exact_topk(c: Tensor, table: RowTable) -> Tensor:
-    """int64 [entries]: row-local indices of the `keep` largest magnitudes of every row, ascending inside the row."""
+def exact_topk(c: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
+    """(int64 [entries], [entries]): the `keep` largest magnitudes of every row, by row-local index and value.
+
+    Ascending indices inside the row, ties to the lowest.
+    """
+    if c.device.type == "cpu" and c.is_contiguous():
+        return select_by_tournaments(c, table)
     if c.is_cuda and c.dtype == torch.float32 and has_triton():
-        return select_with_kernel(c, table)
-    parts = [row_topk(rows.matrix(c), rows.keep).reshape(-1) for rows in table.rows]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=c.device)
+        indices = select_with_kernel(c, table)
+    else:
+        parts = [row_topk(rows.matrix(c), rows.keep).reshape(-1) for rows in table.rows]
+        indices = torch.cat([torch.zeros(0, dtype=torch.int64, device=c.device), *parts])
+    return indices, c[table.positions(indices)]
+
+
+# -- on the CPU -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Which slots of a table compete in which tournament, and which by themselves."""
+
+    tournaments: Sequence[tuple[Tournament, Sequence[int]]]
+    others: Sequence[int]
+
+
+def select_by_tournaments(c: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
+    """One tournament for all rows of a kind, so that many tensors cost few calls."""
+    plans = _plans.setdefault(table, {})
+    if c.dtype not in plans:
+        plans[c.dtype] = make_plan(table, c.dtype)
+    indices = torch.empty(table.entries, dtype=torch.int64)
+    values = torch.empty(table.entries, dtype=c.dtype)
+    for tournament, members in plans[c.dtype].tournaments:
+        found, there = (chosen.view(-1) for chosen in tournament.run(c))
+        entries = [table.rows[which].entries for which in members]
+        for which, some, their in zip(
+            members, found.split(entries), there.split(entries), strict=True
+        ):
+            places = table.slot_slice(which)
+            indices[places], values[places] = some, their
+    for which in plans[c.dtype].others:
+        rows, places = table.rows[which], table.slot_slice(which)
+        matrix = rows.matrix(c)
+        chosen = row_topk(matrix, rows.keep)
+        indices[places] = chosen.reshape(-1)
+        values[places] = matrix.gather(-1, chosen).reshape(-1)
+    return indices, values
+
+
+def make_plan(table: RowTable, dtype: torch.dtype) -> Plan:
+    """Slots whose rows have one length, stride and `keep` together, where that pays."""
+    alike: dict[tuple[int, int, int], dict[int, Strip]] = {}
+    for which, rows in enumerate(table.rows):
+        strip = strip_of(rows)
+        if strip is not None:
+            alike.setdefault((rows.length, rows.stride, rows.keep), {})[which] = strip
+    tournaments = [
+        (Tournament(list(strips.values()), length, keep), list(strips))
+        for (length, _, keep), strips in alike.items()
+        if pays(length * sum(strip.rows for strip in strips.values()), length, keep, dtype)
+    ]
+    taken = {which for _, members in tournaments for which in members}
+    return Plan(tournaments, [which for which in range(len(table.rows)) if which not in taken])
+
+
+def strip_of(rows: SlotRows) -> Strip | None:
+    """The rows as a regular strip of the buffer, if they are one."""
+    outer, left_over = divmod(rows.count, rows.stride)
+    if left_over:
+        return None
+    bases = rows.row_offsets()
+    pitch = int(bases[rows.stride] - bases[0]) if outer > 1 else rows.length * rows.stride
+    strip = Strip(rows.slot.offset, outer, pitch, inner=rows.stride)
+    return strip if torch.equal(strip.bases(), bases) else None
+
+
+_plans: WeakKeyDictionary[RowTable, dict[torch.dtype, Plan]] = WeakKeyDictionary()
+
+
+# -- with the Triton kernel --------------------------------------------------------------------------------------
 
 
 def select_with_kernel(c: Tensor, table: RowTable) -> Tensor:

@@ -28,7 +28,7 @@ def inspect_pieces(pieces: Sequence[Tensor]) -> tuple[Flags, list[Tensor]]:
 
     A maximum is NaN or infinite exactly if an element is, and zero exactly if the slot got no gradient.
     """
-    flags = _flags(torch.stack(list(torch._foreach_norm(list(pieces), torch.inf))))
+    flags = _flags(_largest(pieces))
     if flags.non_finite.device.type == "cpu" and not bool(flags.non_finite):
         return flags, list(pieces)
     return flags, [torch.where(piece.isfinite(), piece, 0.0) for piece in pieces]
@@ -43,8 +43,7 @@ def is_any_non_finite(group: Group, update: Tensor, bucket_flat: Tensor) -> Tens
     ):
         return look(update)
     # A cast to a narrower dtype can overflow, so what was delivered counts.
-    largest = torch._foreach_norm(group.pieces(bucket_flat), torch.inf)
-    return ~torch.stack(list(largest)).isfinite().all()
+    return ~_largest(group.pieces(bucket_flat)).isfinite().all()
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:
@@ -58,6 +57,15 @@ def poison_if(bad: Tensor, flat: Tensor) -> None:
         poison(flat, bad)
     else:
         flat.add_(torch.where(bad, torch.nan, 0.0).to(flat.dtype))
+
+
+def _largest(pieces: Sequence[Tensor]) -> Tensor:
+    """[pieces]: the largest magnitude of each, NaN if it holds one."""
+    if pieces[0].device.type != "cpu":
+        return torch.stack(list(torch._foreach_norm(list(pieces), torch.inf)))
+    # Many times faster there than a norm, which is not vectorised.
+    lows, highs = zip(*(piece.aminmax() for piece in pieces), strict=True)
+    return torch.maximum(torch.stack(highs), -torch.stack(lows))
 
 
 def _flags(largest: Tensor) -> Flags:

@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from thinwire.kernels.tournament import Strip, Tournament, choose, pays
 
 
 def row_topk_reference(matrix: Tensor, keep: int) -> Tensor:
@@ -16,16 +20,35 @@ def row_topk_reference(matrix: Tensor, keep: int) -> Tensor:
 
 
 def row_topk(matrix: Tensor, keep: int) -> Tensor:
-    """Equal to the reference for every finite input of 32 bits or less.
-
-    Magnitude bits and the mirrored index form one 64-bit key per element, all different, so that plain top-k
-    has no ties to break and the answer is the same on every device.
-    """
-    if matrix.dtype == torch.float64:
-        return row_topk_reference(matrix, keep)
+    """Equal to the reference for every finite input, on an accelerator of 32 bits or less."""
     length = matrix.shape[-1]
     if keep == length:
         return torch.arange(length, device=matrix.device).expand(matrix.shape)
+    if matrix.device.type == "cpu":
+        return _row_topk_on_cpu(matrix, keep)
+    return (
+        row_topk_reference(matrix, keep)
+        if matrix.dtype == torch.float64
+        else _by_keys(matrix, keep)
+    )
+
+
+def _row_topk_on_cpu(matrix: Tensor, keep: int) -> Tensor:
+    rows, length = math.prod(matrix.shape[:-1]), matrix.shape[-1]
+    if pays(matrix.numel(), length, keep, matrix.dtype):
+        strip = Strip(offset=0, outer=rows, pitch=length, inner=1)
+        chosen, _ = Tournament([strip], length, keep).run(matrix.reshape(-1))
+    else:
+        chosen = choose(matrix.abs().reshape(rows, length), keep)[:, 1]
+    return chosen.view(*matrix.shape[:-1], keep)
+
+
+def _by_keys(matrix: Tensor, keep: int) -> Tensor:
+    """Magnitude bits and the mirrored index form one 64-bit key per element, all different.
+
+    Plain top-k then has no ties to break and the answer is the same on every device, without a host wait.
+    """
+    length = matrix.shape[-1]
     magnitude = matrix.abs().float().view(torch.int32).long()
     mirrored = torch.arange(length - 1, -1, -1, device=matrix.device)
     keys = magnitude.bitwise_left_shift_(32).bitwise_or_(mirrored)

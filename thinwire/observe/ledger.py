@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
 
 from thinwire.errors import UsageError
 from thinwire.exchange.requests import Request
 from thinwire.observe.files import write_text
+from thinwire.observe.sums import DeviceSums
 
 COLUMNS = (
     "run",
@@ -62,8 +62,7 @@ class Ledger:
     def __init__(self, world: int) -> None:
         self.world = world
         self._rows: dict[tuple[str, str], Traffic] = {}
-        self._padding: dict[tuple[str, str], Tensor] = {}
-        """Padding that only the device knows; summed there and read when somebody asks."""
+        self._padding: DeviceSums[tuple[str, str]] = DeviceSums()
         self._lock = threading.Lock()
 
     def record(self, request: Request, seconds: float, world: int | None = None) -> None:
@@ -81,8 +80,7 @@ class Ledger:
             if isinstance(padding, int):
                 row.padding_bytes += padding
             else:
-                so_far = self._padding.get(key)
-                self._padding[key] = padding.double() if so_far is None else so_far + padding
+                self._padding.add(key, padding.double())
 
     def include(self, other: Ledger) -> None:
         """Add what another ledger of this rank has counted."""
@@ -93,9 +91,8 @@ class Ledger:
     def rows(self) -> dict[tuple[str, str], Traffic]:
         """Totals by (phase, collective), in the order in which each was first asked for."""
         with self._lock:
-            for key, padding in self._padding.items():
+            for key, padding in self._padding.take():
                 self._rows[key].padding_bytes += round(float(padding))
-            self._padding.clear()
             return {key: Traffic(**vars(row)) for key, row in self._rows.items()}
 
     def total(self) -> Traffic:

@@ -12,6 +12,7 @@ from thinwire.exchange.requests import Place
 from thinwire.layout import BucketLayout
 from thinwire.observe.dimensions import DimensionStats
 from thinwire.observe.ledger import Ledger
+from thinwire.observe.sums import DeviceSums
 from thinwire.plan.groups import Group
 
 
@@ -75,11 +76,9 @@ class Tally:
         self.ledger = ledger
         self.steps = 0
         self.parameters: dict[str, ParameterStats] = {}
-        self._uncounted: dict[tuple[str, ...], Tensor] = {}
-        """Entry counts that only the device knows; summed there and read when somebody asks.
-
-        By the names of a group: the groups themselves change with every bucketing and density, and would pile up.
-        """
+        self._uncounted: DeviceSums[tuple[str, ...]] = DeviceSums()
+        """Entry counts by the names of a group: the groups themselves change with every bucketing and density, and
+        would pile up."""
 
     def add_bucket(
         self, layout: BucketLayout, groups: Sequence[Group], opened: Sequence[Opened], place: Place
@@ -101,9 +100,7 @@ class Tally:
 
     def add_counts(self, group: Group, counts: Tensor) -> None:
         """Entries per slot of a selection whose count depends on the data."""
-        names = tuple(slot.name for slot in group.slots)
-        so_far = self._uncounted.get(names)
-        self._uncounted[names] = counts.long() if so_far is None else so_far + counts
+        self._uncounted.add(tuple(slot.name for slot in group.slots), counts.long())
 
     def stats(
         self,
@@ -127,8 +124,7 @@ class Tally:
         )
 
     def _read_counts(self) -> None:
-        for names, counts in self._uncounted.items():
+        for names, counts in self._uncounted.take():
             for name, count in zip(names, counts.tolist(), strict=True):
                 self.parameters[name].entries += count
                 self.parameters[name].compressed_entries += count
-        self._uncounted.clear()

@@ -134,7 +134,7 @@ class FusedTopK:
                 used,
                 status,
                 self.world,
-                self.codec.nbytes // 4,
+                gathered.stride(0) // 4,
                 slots,
             ],
         )
@@ -142,7 +142,7 @@ class FusedTopK:
 
     def decode(self, gathered: Tensor, out: Tensor, used: Tensor, status: Tensor) -> None:
         """Write the mean of all ranks' entries to `out` (bucket or group layout); raises status[0] if not finite."""
-        sizes = [self.world, self.codec.nbytes]
+        sizes = [self.world, gathered.stride(0)]
         bucket = int(self.into_bucket)
         for launch in self.tables.decode_rows:
             count = len(launch.rows)
