@@ -50,6 +50,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--models", default="bert-large,resnet152,vgg16")
     parser.add_argument("--methods", help="thinwire's methods; default all, adtopk and topk first")
+    parser.add_argument(
+        "--cells", help="these and no others: METHOD:MODEL:RATE[:DENSITY[:BUCKET_MB]], with commas"
+    )
     parser.add_argument("--rates", default="10gbit,1gbit", help="the fast one first")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
@@ -63,9 +66,11 @@ def parse() -> argparse.Namespace:
 
 def plan(options: argparse.Namespace) -> list:
     """Cells by importance: baselines, the fast link, the slow link, then what takes minutes on the slow link."""
-    from thinwire.bench.step_cell import plan_cell, unique
+    from thinwire.bench.step_cell import unique
     from thinwire.methods.registry import METHODS
 
+    if options.cells:
+        return unique(parse_cell(text, options) for text in options.cells.split(","))
     named = [name for name in (options.methods or "").split(",") if name]
     first = [name for name in ("adtopk", "topk") if name in METHODS]
     ours = named or first
@@ -87,18 +92,38 @@ def plan(options: argparse.Namespace) -> list:
     order += [(method, model, rate) for rate in slower for method in extra for model in models]
     order += [(method, models[0], rate) for rate in slower for method in heavy]
     return unique(
-        plan_cell(
-            model,
-            method,
-            rate=rate,
-            workers=options.workers,
-            device=options.device,
-            amp="bf16" if options.device == "cuda" else "none",
-            steps=options.steps,
-            seconds=options.seconds,
-            density=options.density,
-        )
-        for method, model, rate in order
+        make_cell(options, method, model, rate, options.density) for method, model, rate in order
+    )
+
+
+def parse_cell(text: str, options: argparse.Namespace):
+    """METHOD:MODEL:RATE[:DENSITY[:BUCKET_MB]]."""
+    method, model, rate, *rest = text.split(":")
+    density = float(rest[0]) if rest and rest[0] else None
+    return make_cell(options, method, model, rate, density, float(rest[1]) if rest[1:] else None)
+
+
+def make_cell(
+    options: argparse.Namespace,
+    method: str,
+    model: str,
+    rate: str,
+    density: float | None,
+    bucket_mb: float | None = None,
+):
+    from thinwire.bench.step_cell import plan_cell
+
+    return plan_cell(
+        model,
+        method,
+        rate=rate,
+        workers=options.workers,
+        device=options.device,
+        amp="bf16" if options.device == "cuda" else "none",
+        steps=options.steps,
+        seconds=options.seconds,
+        density=density,
+        bucket_mb=bucket_mb,
     )
 
 

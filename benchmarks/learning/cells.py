@@ -1,0 +1,214 @@
+"""Cells: what the learning evidence consists of, task by task, in the order of importance.
+
+The training settings are the same for all methods of a task. Where they differ from the task's preset it is because there are
+few epochs:
+
+    cifar10-resnet20      64 images per worker in place of 128, and the learning rate halved with it (0.4 over 8 workers): twice as
+                          many steps; 3 epochs of warm-up in place of 5
+    wikitext2-lstm        20 streams per worker in place of 80; Adam at 0.002 under a cosine, which does not have to wait for a
+                          plateau
+    both text tasks       no clipping: after the exchange it would cut sparse updates, which have a larger norm, and not dense ones
+
+DGC has its paper's warm-up of densities on CIFAR-10, as far as it lies above the final one. On text, where the optimizer is
+Adam, it keeps plain residuals (its momentum correction belongs to SGD) and has no warm-up, there being few epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+WORKERS = 8
+RANK = 4
+"""Of ACP-SGD's factors."""
+WARMUPS = {0.01: [0.25, 0.063, 0.015], 0.001: [0.25, 0.063, 0.015, 0.004, 0.001]}
+"""DGC's densities of the first epochs, by the density that follows."""
+WITHOUT_DENSITY = ("dense", "acpsgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training: a method at a density from a seed."""
+
+    task: str
+    method: str
+    density: float | None
+    seed: int
+    epochs: int
+    turn: int
+    """The smaller, the more important."""
+    workers: int
+    training: Mapping[str, Any]
+    own: Mapping[str, Any]
+    """The method's settings beside the density."""
+
+    @property
+    def key(self) -> str:
+        density = "" if self.density is None else f"@{self.density:g}"
+        return f"{self.task}/{self.method}{density}#{self.seed}"
+
+    def settings(
+        self, source: Mapping[str, Any], device: str, graph: bool, steps: int | None
+    ) -> dict[str, Any]:
+        """As a file for `thinwire train` would say it; `steps` ends it early."""
+        density = {} if self.density is None else {"density": self.density}
+        return {
+            "task": {"name": self.task, **source},
+            "method": {"name": self.method, **density, **self.own},
+            "training": {**self.training, "epochs": self.epochs, "seed": self.seed},
+            "run": {
+                "simulate_workers": self.workers,
+                "graph": graph,
+                "device": device,
+                "steps": steps,
+            },
+        }
+
+    def without_warmup(self) -> Cell:
+        """The same at its final density from the first step on, as most of its steps are."""
+        own = {key: value for key, value in self.own.items() if key != "density_warmup"}
+        return replace(self, own=own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Some methods at one density; the cells of a batch are equally important."""
+
+    methods: Sequence[str]
+    density: float
+    seeds: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """All cells of one task."""
+
+    task: str
+    batches: Sequence[Batch]
+    """The most important ones first."""
+    urgent: int
+    """Epochs are chosen so that the batches up to this one can be finished."""
+    most: int
+    """Epochs, if there is time for so many."""
+    fewest: int
+    share: float
+    """Of the time, relative to the other tasks."""
+    training: Mapping[str, Any]
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings of single methods."""
+    probe_steps: int
+    """So many that the processes, which begin at different moments, run side by side for most of them."""
+    workers: int = WORKERS
+
+    def cells(self, epochs: int) -> list[Cell]:
+        return [
+            Cell(
+                task=self.task,
+                method=method,
+                density=None if method in WITHOUT_DENSITY else batch.density,
+                seed=seed,
+                epochs=epochs,
+                turn=turn,
+                workers=self.workers,
+                training=self.training,
+                own=self._own(method, batch.density),
+            )
+            for turn, batch in enumerate(self.batches)
+            for seed in batch.seeds
+            for method in batch.methods
+        ]
+
+    def _own(self, method: str, density: float) -> dict[str, Any]:
+        own = dict(self.own.get(method, {}))
+        if method == "acpsgd":
+            own["rank"] = RANK
+        if method == "dgc" and "density_warmup" not in own:
+            own["density_warmup"] = WARMUPS.get(density, [])
+        return own
+
+    def only(self, methods: Sequence[str]) -> Study:
+        batches = [
+            replace(batch, methods=[name for name in batch.methods if name in methods])
+            for batch in self.batches
+        ]
+        return replace(self, batches=batches)
+
+    def with_batch_size(self, size: int) -> Study:
+        """Another batch per worker, the learning rate in proportion."""
+        lr = self.training["lr"] * size / self.training["batch_size"]
+        return replace(self, training={**self.training, "batch_size": size, "lr": lr})
+
+
+def studies() -> list[Study]:
+    methods = ("dense", "adtopk", "dgc", "oktopk", "acpsgd")
+    seeds = (0, 1, 2)
+    residuals = {"dgc": {"memory": {"kind": "Residual"}, "density_warmup": []}}
+    return [
+        Study(
+            task="cifar10-resnet20",
+            batches=(
+                Batch(methods=(*methods, "topk"), density=0.01, seeds=seeds),
+                Batch(methods=("dgc",), density=0.001, seeds=seeds),
+                Batch(methods=("adtopk", "oktopk", "topk"), density=0.001, seeds=seeds),
+            ),
+            urgent=1,
+            most=30,
+            fewest=10,
+            share=0.62,
+            probe_steps=150,
+            training={"batch_size": 64, "lr": 0.05, "warmup_epochs": 3},
+        ),
+        Study(
+            task="wikitext2-lstm",
+            batches=(Batch(methods=methods, density=0.01, seeds=(0,)),),
+            urgent=0,
+            most=10,
+            fewest=2,
+            share=0.22,
+            probe_steps=40,
+            training={
+                "batch_size": 20,
+                "lr": 0.002,
+                "lr_scaling": "none",
+                "schedule": "cosine",
+                "warmup_steps": 50,
+                "clip_norm": "none",
+            },
+            own=residuals,
+        ),
+        Study(
+            task="wikitext2-small-gpt",
+            batches=(Batch(methods=methods, density=0.01, seeds=(0,)),),
+            urgent=0,
+            most=10,
+            fewest=2,
+            share=0.16,
+            probe_steps=60,
+            training={"batch_size": 16, "lr": 0.001, "clip_norm": "none"},
+            own=residuals,
+        ),
+    ]
+
+
+def quick_studies() -> list[Study]:
+    """Two of the tasks with a few steps of two workers."""
+    images, _, text = studies()
+    few: dict[str, Any] = {"workers": 2, "urgent": 0, "most": 2, "fewest": 1, "probe_steps": 2}
+    return [
+        replace(
+            images,
+            batches=(
+                Batch(methods=("dense", "adtopk"), density=0.01, seeds=(0, 1)),
+                Batch(methods=("dgc",), density=0.001, seeds=(0,)),
+            ),
+            training={**images.training, "batch_size": 96},
+            **few,
+        ),
+        replace(
+            text,
+            batches=(Batch(methods=("dense", "dgc"), density=0.01, seeds=(0,)),),
+            training={**text.training, "batch_size": 96, "warmup_steps": 2},
+            **few,
+        ),
+    ]
