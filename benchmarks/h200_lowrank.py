@@ -5,7 +5,8 @@
 
 First the GPU tests of tests/lowrank, then times: PowerSGD, ACP-SGD and the hook on the matrices of a model, in DDP's buckets, and
 both methods on the whole model. No network: two workers in one process, of which one is timed from its gradients to its
-update, the next step's settling included; the hook's arithmetic as `thinwire bench compress` has it, without its sums.
+update, the next step's settling included; the hook's arithmetic as `thinwire bench compress` has it, without its sums. "plain" is
+PowerSGD by torch's operations instead of thinwire's kernels.
 
 Needs torch; pytest for the tests; neither typer nor rich, transformers or torchvision.
 """
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [str(ROOT), str(ROOT / "carry" / "python")]
@@ -40,6 +42,8 @@ GOAL = 0.5
 MATRICES = "matrices"
 MODEL = "whole model"
 HOOK = "torch hook"
+PLAIN = "plain"
+"""PowerSGD without its kernels: what torch's own operations take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +148,19 @@ class Profiler:
         self.launches += len(found)
 
 
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """As where no kernels can be compiled."""
+    from thinwire.lowrank import layout
+    from thinwire.lowrank.cuda import products
+
+    with (
+        mock.patch.object(layout, "works_on", return_value=False),
+        mock.patch.object(products, "works_on", return_value=False),
+    ):
+        yield
+
+
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
@@ -161,7 +178,7 @@ class Bench:
         from thinwire.methods.acpsgd import ACPSGD
         from thinwire.methods.powersgd import PowerSGD
 
-        method = {"powersgd": PowerSGD, "acpsgd": ACPSGD}[name](rank=rank)
+        method = (ACPSGD if name == "acpsgd" else PowerSGD)(rank=rank)
         fleet = Fleet(infos, method, world=WORLD, device=self.device, bucket_mb=None)
         return fleet.lap, len(fleet.buckets[0])
 
@@ -190,10 +207,11 @@ class Bench:
             lap, buckets = self.hook(infos, rank), None
         else:
             lap, buckets = self.fleet(infos, name, rank)
-        timings = time_laps(lap, self.device, repeats=20, seconds=self.seconds).values()
         profiler = Profiler()
-        if self.device.type == "cuda":
-            lap(profiler)
+        with without_kernels() if name == PLAIN else contextlib.nullcontext():
+            timings = time_laps(lap, self.device, repeats=20, seconds=self.seconds).values()
+            if self.device.type == "cuda":
+                lap(profiler)
         theirs = next(
             (r for r in self.rows if (r.model, r.rank, r.name) == (model, rank, HOOK)), None
         )
@@ -246,6 +264,8 @@ def plan(models: Sequence[str], ranks: Sequence[int]) -> Iterator[tuple[str, int
     for model in models:
         for name in ("powersgd", "acpsgd"):
             yield model, ranks[0], name, MODEL
+    for rank in ranks:
+        yield models[0], rank, PLAIN, MATRICES
 
 
 def format_row(row: Row) -> str:

@@ -8,11 +8,14 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from learning.report import committed_table
 
 from thinwire.bench.rows import OK, Row, read_rows
 from thinwire.bench.step_report import name_method
@@ -24,9 +27,11 @@ PAGES = (
     "docs/methods.md",
     "docs/adtopk.md",
     "docs/training.md",
+    "docs/learning.md",
 )
 MAIN_JOB = ("dense", "topk", "adtopk")
 ADTOPK = (*MAIN_JOB, "adtopk-interleave", "adtopk-threshold")
+LEARNING = ("cifar10-resnet20", "wikitext2-lstm", "wikitext2-small-gpt")
 MARK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 
@@ -71,11 +76,42 @@ def digits_table(methods: Sequence[str] | None = None) -> str:
     return "\n".join(table) + "\n"
 
 
+def compress_table() -> str:
+    """Encode and decode of a whole gradient as a multiple of one pass over memory: methods down, models across."""
+    rows = json.loads((ROOT / "benchmarks/results/compress/rows.json").read_text())
+    rows = [row for row in rows if row["status"] == OK and row["tensor"] is None]
+    floors = {row["model"]: row for row in rows if row["kind"] == "floor"}
+    table = [
+        f"| work | {' | '.join(floors)} |",
+        f"|---|{'---|' * len(floors)}",
+        f"| floor, ms | {' | '.join(format(row['ms'], '.2f') for row in floors.values())} |",
+    ]
+    lines = dict.fromkeys(_work(row) for row in rows if row["kind"] != "floor")
+    for line in lines:
+        found = {row["model"]: row for row in rows if _work(row) == line}
+        cells = [
+            f"{found[model]['ms']:.1f} ms ({found[model]['ratio']:.1f}x)" if model in found else ""
+            for model in floors
+        ]
+        table.append(f"| {line} | {' | '.join(cells)} |")
+    return "\n".join(table) + "\n"
+
+
+def _work(row: Row) -> str:
+    buckets = {None: "25 MB buckets"}.get(row["bucket_mb"], "one bucket")
+    if row["kind"] == "floor":
+        return "floor"
+    where = f", {buckets}" if row["kind"] == "thinwire" else ""
+    return f"{row['name']}, {row['work'].replace('_', ' ')}{where}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "step": step_table,
     "digits": digits_table,
     "digits-main": lambda: digits_table(MAIN_JOB),
     "digits-adtopk": lambda: digits_table(ADTOPK),
+    "compress": compress_table,
+    **{f"learning-{task}": functools.partial(committed_table, task) for task in LEARNING},
 }
 
 
