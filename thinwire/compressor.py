@@ -150,7 +150,7 @@ class DenseCompressor(Compressor):
         dtype: torch.dtype,
     ) -> Program[Outcome]:
         buffer = torch.zeros(group.numel, dtype=dtype, device=group.device)
-        torch._foreach_copy_([slot.span(buffer) for slot in group.slots], list(gradients))
+        torch._foreach_copy_(group.spans(buffer), list(gradients))
         if non_finite is not None:
             # What was not finite has been set to zero; a NaN in its place travels by the sum.
             buffer[:1] += torch.where(non_finite, torch.nan, 0.0)

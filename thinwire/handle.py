@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from thinwire import checkpoint
 from thinwire.compressor import FlushCompressor
 from thinwire.convoy import WORTH_SENDING
 from thinwire.errors import UsageError
-from thinwire.exchange.drivers import StreamDriver, ThreadDriver
+from thinwire.exchange.drivers import Driver, StreamDriver, ThreadDriver
 from thinwire.exchange.hierarchy import join_hosts
 from thinwire.exchange.network import Network, agree, private_group
 from thinwire.layout import ParameterInfo, Shard
@@ -38,6 +38,10 @@ class Handle:
     Also a `torch.distributed.checkpoint` Stateful.
     """
 
+    worth_sending: ClassVar[int] = WORTH_SENDING
+    """Bytes for which buckets wait for each other."""
+    ledger: Ledger
+
     def __init__(
         self,
         infos: Mapping[str, ParameterInfo],
@@ -45,7 +49,7 @@ class Handle:
         *,
         device: torch.device,
         policy: Sequence[Rule] | None,
-        process_group: dist.ProcessGroup,
+        process_group: dist.ProcessGroup | None,
         grad_scaler: Any,
         deterministic: bool,
         takeover: Takeover | None = None,
@@ -57,9 +61,7 @@ class Handle:
         self._method, self._policy = self._bind(method, policy or [])
         self._deterministic = deterministic
         self._scaled = grad_scaler is not None and grad_scaler.is_enabled()
-        driver, self.ledger = make_driver(process_group, device)
-        self._network = driver.network
-        self._network_group = driver.network.group
+        driver = self._connect(process_group, device)
         try:
             # First of all: a rank that raised alone would leave the others waiting.
             self._agree(self._method, self._policy)
@@ -79,12 +81,23 @@ class Handle:
             deterministic=deterministic,
             scale=scale,
             replan=lambda step: self._planner.change(step),
-            worth_sending=WORTH_SENDING,
+            worth_sending=self.worth_sending,
         )
         self._on_close: list[Callable[[], None]] = []
         self.closed = False
-        if takeover is not None:
-            takeover.commit(self)
+        self._commit_takeover()
+
+    def _connect(self, process_group: dist.ProcessGroup | None, device: torch.device) -> Driver:
+        """What runs the exchanges; also sets `ledger`."""
+        assert process_group is not None
+        driver, self.ledger = make_driver(process_group, device)
+        self._network = driver.network
+        self._network_group = driver.network.group
+        return driver
+
+    def _commit_takeover(self) -> None:
+        if self._takeover is not None:
+            self._takeover.commit(self)
 
     # -- what it does ------------------------------------------------------------------------------------------
 

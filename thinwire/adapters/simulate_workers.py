@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
@@ -15,14 +16,11 @@ from thinwire.exchange.drivers import Driver, VirtualRanks
 from thinwire.exchange.hierarchy import join_hosts
 from thinwire.exchange.network import Network
 from thinwire.exchange.requests import Place, Program
-from thinwire.handle import Handle, check_settings, scale_reader
+from thinwire.handle import Handle
 from thinwire.layout import Bucket, ParameterInfo
 from thinwire.methods.base import Method, SparseMethod
 from thinwire.observe.ledger import Ledger
-from thinwire.observe.stats import Tally
 from thinwire.optim import Takeover
-from thinwire.pipeline import Pipeline
-from thinwire.plan.planner import Planner
 from thinwire.plan.policy import Rule
 
 ROW_ALIGNMENT = 64
@@ -77,8 +75,10 @@ class Seats:
 class WorkerHandle(Handle):
     """What `tw.attach` returns to a real worker, for a simulated one.
 
-    There is nobody to agree with: all workers are made from the same settings.
+    There is nobody to agree with: all workers are made from the same settings. Nobody waits either: buckets are exchanged one by one.
     """
+
+    worth_sending = 0
 
     def __init__(
         self,
@@ -93,28 +93,25 @@ class WorkerHandle(Handle):
         deterministic: bool,
         takeover: Takeover | None,
     ) -> None:
-        check_settings(method, policy, deterministic)
-        driver = seats.drivers[rank]
-        self.ledger = seats.ledgers[rank]
         self._seats = seats
-        self._infos = dict(infos)
-        self._takeover = takeover
-        self._method, self._policy = self._bind(method, policy or [])
-        self._planner = Planner(
-            self._infos.values(), self._method, self._policy, driver.place.world
-        )
-        self._join_hosts()
-        self.pipeline = Pipeline(
-            self._planner.plan(0),
-            driver,
-            Tally(self.ledger),
+        self._seat = rank
+        super().__init__(
+            infos,
+            method,
             device=device,
+            policy=policy,
+            process_group=None,
+            grad_scaler=grad_scaler,
             deterministic=deterministic,
-            scale=scale_reader(grad_scaler),
-            replan=lambda step: self._planner.change(step),
+            takeover=takeover,
         )
-        self._on_close = []
-        self.closed = False
+
+    def _connect(self, process_group: dist.ProcessGroup | None, device: torch.device) -> Driver:
+        self.ledger = self._seats.ledgers[self._seat]
+        return self._seats.drivers[self._seat]
+
+    def _commit_takeover(self) -> None:
+        """The simulation does it once for all workers."""
 
     def _agree(self, method: Method, policy: Sequence[Rule]) -> None: ...
 

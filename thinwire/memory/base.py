@@ -61,6 +61,6 @@ def add_gradients(
     """flat += gamma x gradient for every slot, in one multi-tensor call."""
     if not gradients:
         return
-    targets = [slot.span(flat) for slot in group.slots]
+    targets = group.spans(flat)
     sources = [gradient.to(flat.dtype) for gradient in gradients]
     torch._foreach_add_(targets, sources, alpha=gamma)

@@ -16,7 +16,8 @@ from thinwire.wire.fixed import FixedWidthCode
 from thinwire.wire.floats import FloatCode
 
 WARP = 32
-MAX_WARPS = 16
+TEAMS = (1, 4, 8, 16)
+"""Warps per row. Two wait for each other as often as four do and have twice the registers to fill: slower for every length tried."""
 MAX_ELEMENTS = 40
 """Elements of a row per lane: what fits in registers beside the search."""
 MOST_ELEMENTS = 64
@@ -124,12 +125,10 @@ def is_contiguous(rows: SlotRows) -> bool:
 
 def register_shape(length: int) -> tuple[int, int] | None:
     """(warps, elements per lane) of the fewest warps that hold a row, None if it is too long."""
-    warps = 1
-    while warps <= MAX_WARPS:
+    for warps in TEAMS:
         elements = -(-length // (4 * WARP * warps)) * 4
-        if elements <= (MAX_ELEMENTS if warps < MAX_WARPS else MOST_ELEMENTS):
+        if elements <= (MAX_ELEMENTS if warps < TEAMS[-1] else MOST_ELEMENTS):
             return warps, elements
-        warps *= 2
     return None
 
 
