@@ -91,7 +91,7 @@ def test_every_parameter_has_an_action_and_a_reason():
     assert "200x32  embedding" in line["wte.weight"]
     assert "ADTopK: 4 of 200 in each of 32 fibres along axis 0 (2.00%)" in line["wte.weight"]
     assert "fewer than two dimensions" in line["norm.weight"]
-    assert "fewer than 512 elements" in line["small.weight"]
+    assert "fewer than 1024 elements" in line["small.weight"]
     assert "dense" in line["head.weight"] and "passing" in line["head.weight"]
     assert lines[-1] == f"{200 * 32 + 64 * 64} of {sum(i.numel for i in infos())} elements " + (
         f"({(200 * 32 + 64 * 64) / sum(i.numel for i in infos()):.1%}) are compressed"

@@ -24,8 +24,9 @@ from thinwire.validate import check_bool, check_choice, check_density, check_ins
 from thinwire.wire.format import Wire
 from thinwire.wire.values import FloatCode
 
-# Below this size a slot's header and launch cost more than its bytes.
-SMALL_NUMEL = 512
+# Below this size a slot's header and launch cost more than its bytes, and 1 % of it is a handful of entries: the classifier of a
+# small network learns nothing from six of its 640 weights.
+SMALL_NUMEL = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
