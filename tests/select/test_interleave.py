@@ -63,7 +63,7 @@ def test_a_threshold_needs_global_turns():
 def modes_job(rank: int, world: int, threshold: bool) -> list[dict[str, int]]:
     """Rows per parameter in each of six steps, from what really went into the tables."""
     ddp = nn.parallel.DistributedDataParallel(make_cnn(), bucket_cap_mb=0.02)
-    method = tw.ADTopK(density=0.05, interleave=2, threshold=threshold)
+    method = tw.ADTopK(density=0.05, interleave=2, threshold=threshold, dense_fallback=False)
     policy = [tw.rule("8.*", all_dimension=True)]
     handle = tw.attach(ddp, method, policy=policy)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
