@@ -155,8 +155,8 @@ def without_kernels() -> Iterator[None]:
     from thinwire.lowrank.cuda import products
 
     with (
-        mock.patch.object(layout, "works_on", return_value=False),
-        mock.patch.object(products, "works_on", return_value=False),
+        mock.patch.object(layout, "has_bases", return_value=False),
+        mock.patch.object(products, "has_products", return_value=False),
     ):
         yield
 

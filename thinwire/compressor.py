@@ -31,17 +31,30 @@ from thinwire.wire.values import ValueCode
 
 
 @dataclass(frozen=True, eq=False)
+class BucketStep:
+    """One group in one step, still in its bucket and not yet looked at."""
+
+    group: Group
+    bucket_flat: Tensor
+    """The whole bucket with this rank's local gradient."""
+    steps: Sequence[int]
+    """How often each slot has been exchanged before; the same on all ranks."""
+    scale: Tensor | None
+    """The GradScaler's scale of these gradients."""
+    place: Place
+    deterministic: bool
+
+
+@dataclass(frozen=True, eq=False)
 class GroupStep:
-    """One group in one step, as the pipeline hands it over."""
+    """The same after the first look."""
 
     group: Group
     gradients: Sequence[Tensor]
     """Finite local gradients, one 1-D piece per slot in memory order; the compressor may overwrite them."""
     flags: Flags
     steps: Sequence[int]
-    """How often each slot has been exchanged before; the same on all ranks."""
     scale: Tensor | None
-    """The GradScaler's scale of these gradients."""
     place: Place
     deterministic: bool
 
@@ -70,15 +83,7 @@ class Compressor(ABC):
     def open(self, step: GroupStep) -> Opened:
         """Select and encode now; what is left to do is in the returned program."""
 
-    def open_fused(
-        self,
-        group: Group,
-        bucket_flat: Tensor,
-        steps: Sequence[int],
-        scale: Tensor | None,
-        place: Place,
-        deterministic: bool,
-    ) -> Opened | None:
+    def open_fused(self, step: BucketStep) -> Opened | None:
         """The same from the bucket itself, by kernels that look at the gradient in the pass that selects.
 
         None where there are none for this group: the pipeline then looks, and calls `open`.
@@ -107,19 +112,12 @@ class DenseCompressor(Compressor):
         self.wire_dtype = wire_dtype
         self._never: dict[torch.device, Tensor] = {}
 
-    def open_fused(
-        self,
-        group: Group,
-        bucket_flat: Tensor,
-        steps: Sequence[int],
-        scale: Tensor | None,
-        place: Place,
-        deterministic: bool,
-    ) -> Opened | None:
+    def open_fused(self, step: BucketStep) -> Opened | None:
         """Nobody has to look first: what is not finite travels by the sum, and every rank sees it there."""
         if type(self) is not DenseCompressor:
             return None
-        return self._opened(group, group.pieces(bucket_flat), None, place, deterministic)
+        gradients = step.group.pieces(step.bucket_flat)
+        return self._opened(step.group, gradients, None, step.place, step.deterministic)
 
     def open(self, step: GroupStep) -> Opened:
         return self._opened(
@@ -188,27 +186,20 @@ class SparseCompressor(Compressor):
             for slot, count in zip(group.slots, steps, strict=True)
         )
 
-    def open_fused(
-        self,
-        group: Group,
-        bucket_flat: Tensor,
-        steps: Sequence[int],
-        scale: Tensor | None,
-        place: Place,
-        deterministic: bool,
-    ) -> Opened | None:
-        codec = self._codec(group, self._modes(group, steps))
+    def open_fused(self, step: BucketStep) -> Opened | None:
+        codec = self._codec(step.group, self._modes(step.group, step.steps))
         if codec not in self._fused:
-            fuses = can_fuse(self.session, self.memory, self.exchange.exchange, codec, bucket_flat)
+            flat = step.bucket_flat
+            fuses = can_fuse(self.session, self.memory, self.exchange.exchange, codec, flat)
             self._fused[codec] = (
-                FusedTopK(group, codec, bucket_flat.dtype, place.world) if fuses else None
+                FusedTopK(step.group, codec, flat.dtype, step.place.world) if fuses else None
             )
         kernels = self._fused[codec]
         if kernels is None:
             return None
-        binding = self.memory.stores["residual"].bind(group)
-        account, program = open_fused(kernels, binding, bucket_flat, scale, place)
-        return Opened(program, account, *self._shares(codec, place))
+        binding = self.memory.stores["residual"].bind(step.group)
+        account, program = open_fused(kernels, binding, step.bucket_flat, step.scale, step.place)
+        return Opened(program, account, *self._shares(codec, step.place))
 
     def open(self, step: GroupStep) -> Opened:
         modes = self._modes(step.group, step.steps)

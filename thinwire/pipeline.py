@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from thinwire.compressor import (
+    BucketStep,
     Compressor,
     DenseCompressor,
     FlushAccount,
@@ -132,23 +133,20 @@ class Pipeline:
         return self._finish(bucket, [group for _, group in groups], opened, self._book), nbytes
 
     def _open_group(self, compressor: Compressor, group: Group, bucket: Bucket) -> Opened:
-        steps = [self.roster.assignments[slot.name].steps for slot in group.slots]
-        place, scale = self.driver.place, self.scale()
-        fused = compressor.open_fused(group, bucket.flat, steps, scale, place, self.deterministic)
+        raw = BucketStep(
+            group=group,
+            bucket_flat=bucket.flat,
+            steps=[self.roster.assignments[slot.name].steps for slot in group.slots],
+            scale=self.scale(),
+            place=self.driver.place,
+            deterministic=self.deterministic,
+        )
+        fused = compressor.open_fused(raw)
         if fused is not None:
             return fused
         flags, finite = inspect(group, bucket.flat)
-        return compressor.open(
-            GroupStep(
-                group=group,
-                gradients=finite,
-                flags=flags,
-                steps=steps,
-                scale=scale,
-                place=place,
-                deterministic=self.deterministic,
-            )
-        )
+        step = GroupStep(group, finite, flags, raw.steps, raw.scale, raw.place, raw.deterministic)
+        return compressor.open(step)
 
     def _finish(
         self, bucket: Bucket, groups: Sequence[Group], opened: Sequence[Opened], book: StepBook

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from thinwire.compressor import GroupStep
+from thinwire.compressor import BucketStep, GroupStep, Opened
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.drivers import run_virtual
 from thinwire.exchange.requests import Place
@@ -19,6 +20,7 @@ from thinwire.layout import (
     contiguous_strides,
     kind_from_shape,
 )
+from thinwire.memory.base import add_gradients
 from thinwire.methods.base import Method
 from thinwire.observe.ledger import Ledger
 from thinwire.plan.groups import Group
@@ -40,6 +42,9 @@ def describe(
 class Ranks:
     """`world` ranks that send the parameters `infos` with `method`."""
 
+    fused = False
+    """Whether the compressors are asked for their kernels first."""
+
     def __init__(
         self,
         method: Method,
@@ -55,6 +60,8 @@ class Ranks:
             for info in infos:
                 compressor.expect(info, torch.device("cpu"))
         self.count = 0
+        self.fused_steps = 0
+        """How often a rank was served by kernels."""
         self.ledger = Ledger(world)
         self.regroup(self.infos)
 
@@ -73,30 +80,9 @@ class Ranks:
         self, gradients: Sequence[Mapping[str, Tensor]], bad: bool = False
     ) -> tuple[dict[str, Tensor], Outcome]:
         """One exchange; `gradients` per rank. Returns the update by name; all ranks must agree on its bits."""
-        self.opened = []
-        for rank in range(self.world):
-            group = self.groups[rank]
-            pieces = []
-            for slot in group.slots:
-                piece = torch.zeros(slot.numel, dtype=gradients[rank][slot.name].dtype)
-                slot.at(0).view(piece).copy_(gradients[rank][slot.name])
-                pieces.append(piece)
-            flags, finite = inspect_pieces(pieces)
-            self.opened.append(
-                self.compressors[rank].open(
-                    GroupStep(
-                        group,
-                        finite,
-                        flags,
-                        [self.count] * len(pieces),
-                        None,
-                        Place(rank, self.world),
-                        self.deterministic,
-                    )
-                )
-            )
-        self.c = [o.account.c.clone() for o in self.opened]
+        self.opened = [self._open(rank, gradients[rank]) for rank in range(self.world)]
         outcomes = run_virtual([o.program for o in self.opened], self.ledger)
+        outcomes = [self._in_group(rank, one) for rank, one in enumerate(outcomes)]
         self.count += 1
         for outcome in outcomes[1:]:
             assert torch.equal(
@@ -107,6 +93,45 @@ class Ranks:
             one.account.settle(outcome.non_finite | bad)
         update = {s.name: s.view(outcomes[0].update).clone() for s in self.groups[0].slots}
         return update, outcomes[0]
+
+    def _open(self, rank: int, gradients: Mapping[str, Tensor]) -> Opened:
+        """Open one rank's step; `c` remembers gradient + residual."""
+        group, compressor = self.groups[rank], self.compressors[rank]
+        dtype = next(iter(gradients.values())).dtype
+        flat = torch.zeros(sum(slot.numel for slot in group.slots), dtype=dtype)
+        for slot in group.sources:
+            slot.view(flat).copy_(gradients[slot.name])
+        steps, place = [self.count] * len(group.slots), Place(rank, self.world)
+        flags, finite = inspect_pieces(group.pieces(flat))
+        if rank == 0:
+            self.c = []
+        if self.fused:
+            memory = compressor.memory
+            assert memory is not None
+            self.c.append(memory.stores["residual"].bind(group).flat.clone())
+            add_gradients(self.c[-1], group, finite)
+            opened = compressor.open_fused(
+                BucketStep(group, flat, steps, None, place, self.deterministic)
+            )
+            if opened is not None:
+                self.fused_steps += 1
+                assert torch.equal(opened.account.c, self.c[-1])
+                return opened
+            self.c.pop()
+        step = GroupStep(group, finite, flags, steps, None, place, self.deterministic)
+        opened = compressor.open(step)
+        self.c.append(opened.account.c.clone())
+        return opened
+
+    def _in_group(self, rank: int, outcome: Outcome) -> Outcome:
+        """The outcome with its update in the group's layout, wherever it was delivered."""
+        if not outcome.delivered:
+            return outcome
+        group = self.groups[rank]
+        update = torch.zeros(group.numel, dtype=group.dtype)
+        for slot, piece in zip(group.slots, group.pieces(outcome.update), strict=True):
+            slot.span(update).copy_(piece)
+        return replace(outcome, update=update)
 
     def residual(self, rank: int, name: str) -> Tensor:
         memory = self.compressors[rank].memory

@@ -1,10 +1,13 @@
-"""The low-rank path on CUDA: the kernel against QR, and steps that never make the host wait."""
+"""The low-rank path on CUDA: kernels against QR and against torch, and steps that never make the host wait."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 
+from tests.contracts.cluster import Cluster
 from tests.lowrank.ranks import describe
 from thinwire.compressor import GroupStep
 from thinwire.exchange.drivers import run_virtual
@@ -13,6 +16,9 @@ from thinwire.kernels.inspection import inspect_pieces
 from thinwire.layout import BucketLayout
 from thinwire.lowrank.basis import orthogonalise
 from thinwire.lowrank.batches import make_batches
+from thinwire.lowrank.cuda import products
+from thinwire.lowrank.cuda.kernels import has_products
+from thinwire.lowrank.cuda.products import KernelSent
 from thinwire.lowrank.layout import FactorLayout
 from thinwire.lowrank.matrices import matrices_of
 from thinwire.methods.acpsgd import ACPSGD
@@ -23,6 +29,16 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+LAYERS = {
+    "attention": (1024, 1024),
+    "bias": (1023,),
+    "up": (4096, 1024),
+    "down": (1024, 4096),
+    "conv": (512, 512, 3, 3),
+    "stem": (64, 3, 7, 7),
+    "odd": (331, 517),
+    "tall": (30_528, 64),
+}
 SHAPES = {"a": (300, 70), "b": (300, 70), "c": (2000, 64), "d": (33, 190), "e": (300, 70)}
 
 
@@ -94,3 +110,87 @@ def test_steps_match_the_cpu_and_never_wait(method):
         updates[device] = outcomes[0].update.cpu()
     difference = (updates["cpu"] - updates["cuda"]).norm() / updates["cpu"].norm()
     assert difference < 1e-2
+
+
+def draw(cluster: Cluster, seed: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return [
+        {
+            name: torch.randn(info.shape, generator=generator, device="cuda").to(cluster.dtype)
+            for name, info in cluster.infos.items()
+        }
+        for _ in range(cluster.world)
+    ]
+
+
+def test_the_kernels_are_used():
+    assert all(has_products(torch.device("cuda", 0), rank, torch.float32) for rank in (4, 32))
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype"),
+    [(1, torch.float32), (4, torch.float32), (4, torch.bfloat16), (32, torch.float32)],
+)
+@pytest.mark.parametrize("method", [PowerSGD, ACPSGD])
+def test_kernels_compute_what_torch_computes(monkeypatch, method, rank, dtype):
+    """Whole buckets of real layers; in later steps the host may not wait."""
+    results = []
+    for kernels in (True, False):
+        if not kernels:
+            monkeypatch.setattr(products, "has_products", lambda device, rank, dtype: False)
+        setting = method(rank=rank, dense_fallback=False)
+        cluster = Cluster(2, setting, shapes=LAYERS, dtype=dtype, device="cuda")
+        for count in range(4):
+            gradients = draw(cluster, count)
+            torch.cuda.set_sync_debug_mode("error" if kernels and count > 1 else "default")
+            try:
+                updates = cluster.step(gradients)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            sent = [a.sent for p in cluster.pipelines for a in p._book.accounts]
+            assert all(isinstance(one, KernelSent) == kernels for one in sent)
+            assert all(torch.equal(updates[0][name], updates[1][name]) for name in LAYERS)
+        results.append((updates, [cluster.residuals(rank) for rank in range(2)]))
+    (updates, held), (wanted, others) = results
+    bound = 1e-3 if dtype == torch.float32 else 3e-2
+    for mine, theirs in ((updates, wanted), (held, others)):
+        for rank_number, name in itertools.product(range(2), LAYERS):
+            left, right = mine[rank_number][name].float(), theirs[rank_number][name].float()
+            # Gradients are normal numbers.
+            assert (left - right).norm() <= bound * left.numel() ** 0.5, (name, rank_number)
+
+
+@pytest.mark.parametrize("method", [PowerSGD(rank=4), ACPSGD(rank=4), ACPSGD(rank=32)], ids=str)
+def test_nothing_is_lost_and_a_bad_step_costs_nothing(method):
+    cluster = Cluster(2, method, shapes=LAYERS, device="cuda")
+    held = [{name: torch.zeros((), device="cuda") for name in LAYERS} for _ in range(2)]
+    for count in range(4):
+        gradients = draw(cluster, count)
+        if count == 2:
+            gradients[1]["up"][17, 5] = torch.inf
+        updates = cluster.step(gradients)
+        after = [cluster.residuals(rank) for rank in range(2)]
+        gradients[1]["up"].nan_to_num_(posinf=0.0)
+        for name in ("attention", "up", "down", "conv", "odd", "tall"):
+            if count == 2:
+                assert all(torch.isnan(updates[rank][name]).all() for rank in range(2))
+                for rank in range(2):
+                    assert torch.equal(after[rank][name], held[rank][name] + gradients[rank][name])
+                continue
+            given = sum(held[rank][name].double() + gradients[rank][name] for rank in range(2))
+            found = 2 * updates[0][name].double() + sum(after[rank][name] for rank in range(2))
+            assert (found - given).abs().sum() <= 1e-6 * given.abs().sum()
+        held = after
+
+
+def test_another_bucketing_gives_the_same_bits_when_deterministic():
+    """Other neighbours, other addresses."""
+    shapes = {name: LAYERS[name] for name in ("attention", "bias", "conv", "odd")}
+    updates = []
+    for buckets in ([list(shapes)], [["odd", "bias"], ["conv", "attention"]]):
+        cluster = Cluster(2, PowerSGD(rank=4), shapes=shapes, device="cuda", deterministic=True)
+        cluster.buckets = buckets
+        for count in range(3):
+            found = cluster.step(draw(cluster, count))
+        updates.append(found[0])
+    assert all(torch.equal(updates[0][name], updates[1][name]) for name in shapes)

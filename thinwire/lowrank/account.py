@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.lowrank.basis import exact_products
-from thinwire.lowrank.layout import FactorLayout
+from thinwire.lowrank.layout import FactorLayout, Factors
 from thinwire.lowrank.memory import LowRankMemory
 from thinwire.memory.account import Account
 
@@ -20,22 +20,48 @@ class Sent:
     layout: FactorLayout
     factors: Tensor
     """Flat, in `layout`."""
-    bases: list[Tensor]
-    """The other factor, one tensor per batch; all ranks had it before."""
+    known: Factors
+    """The other factors; all ranks had them before."""
     renewed: Tensor
     """Bases for later steps, in `layout`, out of the sum of all ranks' factors."""
+    had: Tensor
+    """float [slots]: how many ranks had a gradient; the update is delivered if any had."""
+    memory: LowRankMemory
+    """Where the bases rest."""
     replaced: Tensor | None = None
     """The bases they took the place of."""
 
     def add_to(self, flat: Tensor, good: Tensor, alpha: int) -> None:
         """Add alpha x the products of the elements whose flag is up to the matrices in `flat`."""
         kept = torch.where(good, self.factors, 0.0)
-        sections = self.layout.sections(kept)
-        for batch, side, factor, basis in zip(
-            self.layout.batches, self.layout.sides, sections, self.bases, strict=True
-        ):
-            p, q = (factor, basis) if side == "p" else (basis, factor)
-            batch.add(flat, p, q, alpha)
+        with exact_products(flat.device):
+            for batch, side, factor, basis in zip(
+                self.layout.batches,
+                self.layout.sides,
+                self.layout.sections(kept),
+                self.known.sections,
+                strict=True,
+            ):
+                p, q = (factor, basis) if side == "p" else (basis, factor)
+                batch.add(flat, p, q, alpha)
+
+    def settle(self, c: Tensor, bad: Tensor, before: Tensor | None) -> None:
+        """Take out what was accepted; after an earlier verdict, put back what the later one has turned bad."""
+        used = self.had > 0
+        good = self.layout.spread(used & ~bad)
+        if before is None:
+            self.add_to(c, good, -1)
+            self.replaced = self.memory.bases(self.layout, c)
+        else:
+            self.add_to(c, self.layout.spread(used & bad & ~before), 1)
+        assert self.replaced is not None
+        self.memory.keep(self.layout, torch.where(good, self.renewed, self.replaced))
+        drop_overflow(c, bad)
+
+    def accepted(self, c: Tensor) -> Tensor:
+        total = torch.zeros_like(c)
+        self.add_to(total, self.layout.spread(self.had > 0), 1)
+        return total
 
 
 class LowRankAccount(Account):
@@ -45,36 +71,23 @@ class LowRankAccount(Account):
     stay what they were. The same holds for parameters that no rank had a gradient for.
     """
 
-    def __init__(self, c: Tensor, memory: LowRankMemory, slots: int) -> None:
-        super().__init__(c)
-        self.memory = memory
-        self.used = torch.zeros(slots, dtype=torch.bool, device=c.device)
-        """bool [slots]: some rank had a gradient, so the update is delivered."""
-        self.sent: Sent | None = None
+    sent: Sent | None = None
 
     def settle(self, bad: Tensor) -> None:
-        """Take out what was accepted; on a second call put back what a later verdict has turned bad."""
-        if self.sent is not None:
-            with exact_products(self.c.device):
-                self._settle_sent(self.sent, bad)
-        # A sum of finite numbers can overflow. The step is bad then, so a host that may look has to clean only then.
-        if self.c.device.type != "cpu" or bool(bad):
-            torch.nan_to_num_(self.c, nan=0.0, posinf=0.0, neginf=0.0)
-        super().settle(bad)
-
-    def _settle_sent(self, sent: Sent, bad: Tensor) -> None:
-        good = sent.layout.spread(self.used & ~bad)
-        if self._verdict is None:
-            sent.add_to(self.c, good, -1)
-            sent.replaced = self.memory.bases(sent.layout, self.c)
+        if self.sent is None:
+            drop_overflow(self.c, bad)
         else:
-            sent.add_to(self.c, sent.layout.spread(self.used & bad & ~self._verdict), 1)
-        assert sent.replaced is not None
-        self.memory.keep(sent.layout, torch.where(good, sent.renewed, sent.replaced))
+            self.sent.settle(self.c, bad, self._verdict)
+        if self._rounding is None:
+            self._verdict = bad
+        else:
+            super().settle(bad)
 
     def accepted(self) -> Tensor:
-        total = torch.zeros_like(self.c)
-        if self.sent is not None:
-            with exact_products(self.c.device):
-                self.sent.add_to(total, self.sent.layout.spread(self.used), 1)
-        return total
+        return torch.zeros_like(self.c) if self.sent is None else self.sent.accepted(self.c)
+
+
+def drop_overflow(c: Tensor, bad: Tensor) -> None:
+    """A sum of finite numbers can overflow. The step is bad then, so a host that may look has to clean only then."""
+    if c.device.type != "cpu" or bool(bad):
+        torch.nan_to_num_(c, nan=0.0, posinf=0.0, neginf=0.0)

@@ -7,7 +7,8 @@ from collections.abc import Hashable
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.requests import Program
 from thinwire.lowrank.basis import name_hash
-from thinwire.lowrank.compressor import LowRankCompressor, Round, is_finite
+from thinwire.lowrank.compressor import LowRankCompressor, Round
+from thinwire.lowrank.layout import Factors
 from thinwire.lowrank.matrices import Matrices
 
 OTHER_SIDE = {"p": "q", "q": "p"}
@@ -35,10 +36,9 @@ class AlternatingCompressor(LowRankCompressor):
     def run(self, now: Round) -> Program[Outcome]:
         sides = [str(batch.mode) for batch in now.table.batches]
         sent = self.layout(now, sides)
-        known = self.layout(now, [OTHER_SIDE[side] for side in sides])
-        bases = known.sections(self.memory.bases(known, now.account.c))
-        buffer = self.project(now, sent, bases, with_flags=True)
-        summed = yield from now.sum.run(buffer, "lowrank", now.control)
-        now.account.used = summed.total[-now.control : -1] > 0
-        update = self.deliver(now, sent, bases, summed)
-        return Outcome(update, ~is_finite(summed.total))
+        other = self.layout(now, [OTHER_SIDE[side] for side in sides])
+        known = Factors(other, self.memory.bases(other, now.account.c))
+        buffer = now.products.project(sent, known, first=True)
+        summed = yield from now.sum.run(buffer, "lowrank", now.products.control)
+        now.products.receive(summed.total, first=True)
+        return now.products.deliver(sent, known, summed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch import Tensor
 RIDGE = 1e-12
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def name_hash(text: str) -> int:
     """The same number on every machine and in every run."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

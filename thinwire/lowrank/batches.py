@@ -29,8 +29,9 @@ class MatrixBatch:
     rank: int
     mode: Hashable
     runs: tuple[Run, ...]
-    slots: Tensor
-    """int64 [size]: which slot of the group each matrix belongs to."""
+    owners: tuple[int, ...]
+    """Which slot of the group each matrix belongs to."""
+    device: torch.device
     alone: bool
     """Whether results must not depend on what else is in the bucket."""
 
@@ -126,13 +127,14 @@ def _make_batch(
         for which in chosen
         for number in range(shapes[which].count)
     ]
-    owners = [which for which in chosen for _ in range(shapes[which].count)]
+    owners = tuple(which for which in chosen for _ in range(shapes[which].count))
     return MatrixBatch(
         members=tuple((group.slots[which].name, shapes[which]) for which in chosen),
         rank=shapes[chosen[0]].rank(rank),
         mode=modes[chosen[0]],
         runs=tuple(find_runs(offsets)),
-        slots=torch.tensor(owners, device=group.device),
+        owners=owners,
+        device=group.device,
         alone=alone,
     )
 

@@ -11,19 +11,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from thinwire.compressor import Compressor, GroupStep, Opened
+from thinwire.compressor import BucketStep, Compressor, GroupStep, Opened
 from thinwire.exchange.base import Outcome
-from thinwire.exchange.requests import Place, Program
+from thinwire.exchange.requests import Batch, Place, Program
 from thinwire.layout import ParameterInfo, Slot
-from thinwire.lowrank.account import LowRankAccount, Sent
-from thinwire.lowrank.basis import exact_products
+from thinwire.lowrank.account import LowRankAccount
 from thinwire.lowrank.batches import MatrixBatch, make_batches
+from thinwire.lowrank.cuda.group import GroupKernels
+from thinwire.lowrank.cuda.products import ALIGNMENT, KernelProducts, can_multiply
 from thinwire.lowrank.layout import FactorLayout
 from thinwire.lowrank.matrices import Matrices, matrices_of
 from thinwire.lowrank.memory import LowRankMemory
-from thinwire.lowrank.summing import FactorSum, Summed
+from thinwire.lowrank.products import Products, TorchProducts
+from thinwire.lowrank.summing import FactorSum
 from thinwire.plan.groups import Group
-from thinwire.wire.codec import Flags
 
 
 class Table:
@@ -34,6 +35,8 @@ class Table:
         self.entries = list(entries)
         """How many numbers travel for each slot."""
         self._layouts: dict[tuple[str, ...], FactorLayout] = {}
+        self.kernels: dict[tuple[torch.dtype, int], GroupKernels | None] = {}
+        """By the bucket's dtype and the world; None where there are none for these matrices."""
 
     def layout(self, sides: Sequence[str], memory: LowRankMemory, like: Tensor) -> FactorLayout:
         key = tuple(sides)
@@ -53,15 +56,10 @@ class Round:
 
     table: Table
     account: LowRankAccount
-    flags: Flags
+    products: Products
     sum: FactorSum
     counts: dict[str, int]
     """How often each parameter has been exchanged before."""
-
-    @property
-    def control(self) -> int:
-        """How many numbers beside the factors travel once per step."""
-        return self.flags.had_gradient.numel() + 1
 
 
 class LowRankCompressor(Compressor):
@@ -88,6 +86,10 @@ class LowRankCompressor(Compressor):
     def values(self, shape: Matrices, mode: Hashable) -> int:
         """How many numbers travel for a parameter in that mode."""
 
+    def renews(self, table: Table) -> bool:
+        """Whether a step in these modes begins with more than one product."""
+        return False
+
     @abstractmethod
     def run(self, now: Round) -> Program[Outcome]:
         """Send the factors; leave in the account what this rank sent."""
@@ -96,68 +98,62 @@ class LowRankCompressor(Compressor):
         self._infos[info.name] = info
         self._device = device
 
+    def open_fused(self, step: BucketStep) -> Opened | None:
+        """The kernels' bits never depend on the bucketing, so `deterministic` is for the sum over ranks alone."""
+        group, flat, world = step.group, step.bucket_flat, step.place.world
+        if flat.data_ptr() % ALIGNMENT:
+            return None
+        table = self._table(group, step.steps, False)
+        if self.renews(table):
+            return None
+        key = (flat.dtype, world)
+        if key not in table.kernels:
+            known = can_multiply(table.batches, group, self.rank, flat.dtype)
+            table.kernels[key] = GroupKernels(group, self.rank, *key) if known else None
+        kernels = table.kernels[key]
+        if kernels is None:
+            return None
+        binding = self.memory.stores["residual"].bind(group)
+        account, ratio = LowRankAccount(binding.flat), binding.retarget(step.scale)
+        products = KernelProducts(account, self.memory, kernels, group, flat, ratio, world)
+        return self._start(table, products, group, step.steps, step.place, step.deterministic)
+
     def open(self, step: GroupStep) -> Opened:
-        group = step.group
-        modes = tuple(
-            self.mode(slot.name, count) for slot, count in zip(group.slots, step.steps, strict=True)
-        )
-        table = self._table(group, modes, step.deterministic)
-        c = self.memory.compensate(group, step.gradients, step.scale).c
-        account = LowRankAccount(c, self.memory, len(group.slots))
+        table = self._table(step.group, step.steps, step.deterministic)
+        c = self.memory.compensate(step.group, step.gradients, step.scale).c
+        account = LowRankAccount(c)
+        slots, world = len(step.group.slots), step.place.world
+        products = TorchProducts(account, self.memory, slots, world, step.flags)
+        return self._start(table, products, step.group, step.steps, step.place, step.deterministic)
+
+    def _start(
+        self,
+        table: Table,
+        products: Products,
+        group: Group,
+        steps: Sequence[int],
+        place: Place,
+        deterministic: bool,
+    ) -> Opened:
         narrow = self.wire == "bf16"
         now = Round(
             table,
-            account,
-            step.flags,
-            FactorSum(step.place, step.deterministic, narrow),
-            dict(zip((slot.name for slot in group.slots), step.steps, strict=True)),
+            products.account,
+            products,
+            FactorSum(place, deterministic, narrow),
+            dict(zip((slot.name for slot in group.slots), steps, strict=True)),
         )
-        itemsize = torch.bfloat16.itemsize if narrow else c.element_size()
-        sent = slot_bytes(table.entries, itemsize, step.place)
-        return Opened(self.run(now), account, sent, table.entries)
+        itemsize = torch.bfloat16.itemsize if narrow else group.dtype.itemsize
+        sent = slot_bytes(table.entries, itemsize, place)
+        return Opened(begin_now(self.run(now)), now.account, sent, table.entries)
 
     def layout(self, now: Round, sides: Sequence[str]) -> FactorLayout:
         return now.table.layout(sides, self.memory, now.account.c)
 
-    def project(
-        self, now: Round, layout: FactorLayout, bases: Sequence[Tensor], *, with_flags: bool
-    ) -> Tensor:
-        """c x basis (or c^T x basis) of every batch in one buffer, the flags behind them.
-
-        Flags survive a sum: a slot had a gradient if any rank added 1, and NaN marks a bad step.
-        """
-        c = now.account.c
-        control = now.control if with_flags else 0
-        buffer = torch.empty(layout.numel + control, dtype=c.dtype, device=c.device)
-        if control:
-            buffer[layout.numel : -1] = now.flags.had_gradient
-            buffer[-1:] = torch.where(now.flags.non_finite, torch.nan, 0.0)
-        with exact_products(c.device):
-            for batch, side, basis, out in zip(
-                layout.batches, layout.sides, bases, layout.sections(buffer), strict=True
-            ):
-                batch.multiply(c, basis, side, out)
-        return buffer
-
-    def deliver(
-        self, now: Round, layout: FactorLayout, bases: Sequence[Tensor], summed: Summed
-    ) -> Tensor:
-        """The mean update out of the summed factors; the account learns what this rank sent."""
-        account = now.account
-        update = torch.zeros_like(account.c)
-        weights = layout.spread(account.used.to(update.dtype) / now.sum.place.world)
-        mean = weights.mul_(summed.total[: layout.numel])
-        with exact_products(update.device):
-            for batch, side, factor, basis in zip(
-                layout.batches, layout.sides, layout.sections(mean), bases, strict=True
-            ):
-                p, q = (factor, basis) if side == "p" else (basis, factor)
-                batch.rebuild(update, p, q)
-        part = summed.part[: layout.numel]
-        account.sent = Sent(layout, part, list(bases), layout.orthogonalise(mean))
-        return update
-
-    def _table(self, group: Group, modes: tuple[Hashable, ...], one_by_one: bool) -> Table:
+    def _table(self, group: Group, steps: Sequence[int], one_by_one: bool) -> Table:
+        modes = tuple(
+            self.mode(slot.name, count) for slot, count in zip(group.slots, steps, strict=True)
+        )
         known = self._tables.setdefault(group, {})
         key = (one_by_one, *modes)
         if key not in known:
@@ -177,6 +173,31 @@ class LowRankCompressor(Compressor):
                 self.memory.load(self._infos[name], saved)
 
 
+def begin_now(program: Program[Outcome]) -> Program[Outcome]:
+    """Run a program up to its first request; the rest of it, beginning with that request.
+
+    A driver may start programs later, when there is enough to send; encoding then overlaps with backward all the same.
+    """
+    try:
+        batch = next(program)
+    except StopIteration as finished:
+        return _finished(finished.value)
+    return _go_on(program, batch)
+
+
+def _finished(outcome: Outcome) -> Program[Outcome]:
+    yield from ()
+    return outcome
+
+
+def _go_on(program: Program[Outcome], batch: Batch) -> Program[Outcome]:
+    try:
+        while True:
+            batch = program.send((yield batch))
+    except StopIteration as finished:
+        return finished.value
+
+
 def _matrices(slot: Slot) -> Matrices:
     shape = matrices_of(slot)
     assert shape is not None, "the plan sends such a slot densely"
@@ -187,8 +208,3 @@ def slot_bytes(entries: Sequence[int], itemsize: int, place: Place) -> list[floa
     """Per slot: its factors and its flag, and an even share of the group's own flag, at the cost of an all-reduce."""
     share = 2 * (place.world - 1) / place.world * itemsize
     return [share * (count + 1 + 1 / len(entries)) for count in entries]
-
-
-def is_finite(buffer: Tensor) -> Tensor:
-    """bool []"""
-    return torch.linalg.vector_norm(buffer, torch.inf) < torch.inf

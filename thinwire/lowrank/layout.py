@@ -13,12 +13,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from thinwire.kernels.exact_topk import has_triton
 from thinwire.lowrank.basis import cholesky_orthogonalise, orthogonalise
 from thinwire.lowrank.batches import MatrixBatch
+from thinwire.lowrank.cuda.kernels import BasisTables, Kernels, has_bases, make_basis_tables
+from thinwire.lowrank.matrices import Matrices
 
-# Few columns are orthogonalised by one kernel, more by batched library calls.
-MAX_KERNEL_RANK = 8
+Key = tuple[str, str]
+"""A parameter's name and "p" or "q"."""
 # Factors are padded to a common length up to this many times their own.
 MAX_PADDING = 4
 
@@ -38,6 +39,19 @@ class FactorLayout:
         self._sizes = [math.prod(shape) for shape in self.shapes]
         self.numel = sum(self._sizes)
         self._draw = draw
+        self.members: tuple[Key, ...] = tuple(
+            (name, side) for b, side in zip(batches, sides, strict=True) for name, _ in b.members
+        )
+        """Whose factors lie here, in order."""
+
+    @property
+    def shapes_by_member(self) -> list[Matrices]:
+        return [shape for batch in self.batches for _, shape in batch.members]
+
+    @property
+    def covered(self) -> int:
+        """Elements of the matrices themselves."""
+        return sum(b.size * b.shape.rows * b.shape.columns for b in self.batches)
 
     @cached_property
     def spares(self) -> list[Tensor]:
@@ -69,10 +83,9 @@ class FactorLayout:
             pairs = zip(factors, self.spares, strict=True)
             return torch.cat([orthogonalise(f.clone(), spare).reshape(-1) for f, spare in pairs])
         rank = max(shape[2] for shape in self.shapes)
-        if rank <= MAX_KERNEL_RANK and has_triton():
-            from thinwire.lowrank.triton_basis import orthogonalise_flat
-
-            return orthogonalise_flat(flat, *self._kernel_tables, rank)
+        if has_bases(flat.device, rank):
+            unread = torch.empty((), dtype=torch.bool, device=flat.device)
+            return Kernels(rank, flat.dtype).orthogonalise(flat, self.basis_tables, unread)
         bases = factors
         for pile in self._piles:
             stacked = pile.stack(factors)
@@ -85,19 +98,15 @@ class FactorLayout:
     def _owners(self) -> Tensor:
         """int32 [numel]: which slot of the group each element belongs to."""
         sizes = [shape[1] * shape[2] for shape in self.shapes for _ in range(shape[0])]
-        slots = torch.cat([batch.slots for batch in self.batches]).int()
-        return slots.repeat_interleave(torch.tensor(sizes, device=slots.device))
+        owners = [owner for batch in self.batches for owner in batch.owners]
+        spread = torch.tensor(owners, dtype=torch.int32).repeat_interleave(torch.tensor(sizes))
+        return spread.to(self.batches[0].device)
 
     @cached_property
-    def _kernel_tables(self) -> tuple[Tensor, Tensor]:
-        """(flat spares, [offset, length, columns] of every matrix)."""
-        rows, offset = [], 0
-        for size, length, rank in self.shapes:
-            for _ in range(size):
-                rows.append((offset, length, rank))
-                offset += length * rank
+    def basis_tables(self) -> BasisTables:
+        """What the kernels that orthogonalise need to know."""
         spares = torch.cat([spare.reshape(-1) for spare in self.spares])
-        return spares, torch.tensor(rows, device=spares.device)
+        return make_basis_tables(self.shapes, spares)
 
     @cached_property
     def _piles(self) -> list[Pile]:
@@ -112,6 +121,19 @@ class FactorLayout:
             else:
                 piles.append([which])
         return [make_pile(members, self.shapes, self.spares) for members in piles]
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """The factors of a layout."""
+
+    layout: FactorLayout
+    flat: Tensor
+
+    @cached_property
+    def sections(self) -> list[Tensor]:
+        """[size, n or m, r], one per batch."""
+        return self.layout.sections(self.flat)
 
 
 @dataclass(frozen=True, eq=False)

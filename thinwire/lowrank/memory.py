@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from thinwire.layout import ParameterInfo
 from thinwire.lowrank.basis import draw, orthogonalise
 from thinwire.lowrank.batches import MatrixBatch
-from thinwire.lowrank.layout import FactorLayout
+from thinwire.lowrank.layout import FactorLayout, Key
 from thinwire.lowrank.matrices import Matrices, matrices_of
 from thinwire.memory.residual import Residual, ResidualState
 
@@ -19,34 +20,62 @@ from thinwire.memory.residual import Residual, ResidualState
 class LowRankMemory(ResidualState):
     """Bases are orthonormal and the same on all ranks, so they have no units and belong to no rank.
 
-    A parameter's first basis is drawn from its name; the same numbers replace dead columns later.
+    A parameter's first basis is drawn from its name; the same numbers replace dead columns later. The bases of a
+    layout lie side by side in one tensor, because collecting them in every step costs more than using them.
     """
 
     def __init__(self, rank: int) -> None:
         super().__init__(Residual())
         self.rank = rank
-        self._bases: dict[tuple[str, str], Tensor] = {}
+        self._flats: dict[tuple[Key, ...], Tensor] = {}
+        self._homes: dict[Key, tuple[tuple[Key, ...], int, tuple[int, int, int]]] = {}
+        """Where a basis lies: in which flat tensor, from where on, in what shape."""
+        self._loose: dict[Key, Tensor] = {}
+        """Bases that no layout has claimed yet."""
 
     def bases(self, layout: FactorLayout, like: Tensor) -> Tensor:
         """All bases of a layout in one flat tensor, in the dtype and on the device of `like`."""
-        pieces = []
-        for batch, side in zip(layout.batches, layout.sides, strict=True):
-            for name, shape in batch.members:
-                basis = self._bases.get((name, side))
+        flat = self._flats.get(layout.members)
+        if flat is None or flat.dtype != like.dtype or flat.device != like.device:
+            pieces = []
+            for (name, side), shape in zip(layout.members, layout.shapes_by_member, strict=True):
+                basis = self._find((name, side))
                 if basis is None:
                     basis = self._first_basis(name, side, shape, like.dtype)
-                self._bases[name, side] = basis = basis.to(like.device, like.dtype)
-                pieces.append(basis.reshape(-1))
-        return torch.cat(pieces)
+                pieces.append(basis.to(like.device, like.dtype).reshape(-1))
+            flat = torch.cat(pieces)
+            self.keep(layout, flat)
+        return flat
 
     def keep(self, layout: FactorLayout, flat: Tensor) -> None:
         """Remember the bases of a layout."""
-        for batch, side, section in zip(
-            layout.batches, layout.sides, layout.sections(flat), strict=True
-        ):
-            counts = [shape.count for _, shape in batch.members]
-            for (name, _), basis in zip(batch.members, section.split(counts), strict=True):
-                self._bases[name, side] = basis
+        if layout.members not in self._flats:
+            start = 0
+            for key, shape in zip(layout.members, layout.shapes_by_member, strict=True):
+                self._forget(key)
+                size = (shape.count, shape.side(key[1]), shape.rank(self.rank))
+                self._homes[key] = (layout.members, start, size)
+                start += math.prod(size)
+        self._flats[layout.members] = flat
+
+    def _find(self, key: Key) -> Tensor | None:
+        if key not in self._homes:
+            return self._loose.get(key)
+        members, start, size = self._homes[key]
+        return self._flats[members][start : start + math.prod(size)].view(size)
+
+    def _forget(self, key: Key) -> None:
+        """Drop a basis; those that lay beside it become loose."""
+        if key in self._homes:
+            members, _, _ = self._homes[key]
+            for other in members:
+                held = self._find(other)
+                assert held is not None
+                self._loose[other] = held
+            for other in members:
+                del self._homes[other]
+            del self._flats[members]
+        self._loose.pop(key, None)
 
     def spares(self, batch: MatrixBatch, side: str, like: Tensor) -> Tensor:
         """Columns that replace dead ones, drawn anew."""
@@ -61,11 +90,12 @@ class LowRankMemory(ResidualState):
     def release(self, names: Sequence[str]) -> None:
         super().release(names)
         gone = set(names)
-        for key in [key for key in self._bases if key[0] in gone]:
-            del self._bases[key]
+        for key in [key for key in (*self._homes, *self._loose) if key[0] in gone]:
+            self._forget(key)
 
     def nbytes(self) -> int:
-        return super().nbytes() + sum(basis.nbytes for basis in self._bases.values())
+        held = (*self._flats.values(), *self._loose.values())
+        return super().nbytes() + sum(bases.nbytes for bases in held)
 
     def save(
         self, info: ParameterInfo, sides: Sequence[str], device: torch.device
@@ -77,7 +107,7 @@ class LowRankMemory(ResidualState):
         wide = torch.float64 if info.dtype == torch.float64 else torch.float32
         saved = {}
         for side in sides:
-            basis = self._bases.get((info.name, side))
+            basis = self._find((info.name, side))
             if basis is None:
                 basis = self._first_basis(info.name, side, shape, wide).to(device)
             saved[side] = (shape.to_logical(basis) if side == "q" else basis).clone()
@@ -92,7 +122,8 @@ class LowRankMemory(ResidualState):
                 continue
             if tuple(basis.shape) == (shape.count, shape.side(side), shape.rank(self.rank)):
                 basis = shape.to_memory(basis) if side == "q" else basis
-                self._bases[info.name, side] = basis.clone()
+                self._forget((info.name, side))
+                self._loose[info.name, side] = basis.clone()
 
     def _first_basis(self, name: str, side: str, shape: Matrices, dtype: torch.dtype) -> Tensor:
         drawn = self.draw(name, side, shape, dtype)

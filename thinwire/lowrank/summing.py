@@ -16,7 +16,8 @@ class Summed:
     """The sum over ranks, and what of it this rank accounts for: over ranks the parts add up to the total."""
 
     total: Tensor
-    part: Tensor
+    part: Tensor | None
+    """None where nobody asked for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,14 +29,16 @@ class FactorSum:
     narrow: bool
     """bfloat16 on the wire instead of the buffer's own dtype."""
 
-    def run(self, buffer: Tensor, phase: str, control: int) -> Program[Summed]:
+    def run(
+        self, buffer: Tensor, phase: str, control: int = 0, *, with_part: bool = True
+    ) -> Program[Summed]:
         """Sum `buffer`, of which the last `control` elements are flags; it may be overwritten."""
         if self.narrow:
             summed = yield from self._narrow_sum(buffer, phase, control)
             return summed
         if self.place.world == 1:
             return Summed(buffer, buffer)
-        part = buffer.clone()
+        part = buffer.clone() if with_part else None
         if self.deterministic:
             total = yield from ordered_sum(buffer, self.place, phase=phase)
         else:

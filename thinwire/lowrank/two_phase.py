@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from thinwire.exchange.base import Outcome
 from thinwire.exchange.requests import Program
 from thinwire.lowrank.basis import draw
 from thinwire.lowrank.batches import MatrixBatch
-from thinwire.lowrank.compressor import LowRankCompressor, Round, is_finite
-from thinwire.lowrank.layout import FactorLayout
+from thinwire.lowrank.compressor import LowRankCompressor, Round, Table
+from thinwire.lowrank.layout import FactorLayout, Factors
 from thinwire.lowrank.matrices import Matrices
 
 
@@ -38,6 +38,9 @@ class TwoPhaseCompressor(LowRankCompressor):
         """Whether the subspace is renewed."""
         return self.refresh_every is not None and count > 0 and count % self.refresh_every == 0
 
+    def renews(self, table: Table) -> bool:
+        return any(batch.mode for batch in table.batches)
+
     def values(self, shape: Matrices, mode: Hashable) -> int:
         once = shape.count * (shape.rows + shape.columns) * shape.rank(self.rank)
         return 2 * once if mode else once
@@ -45,31 +48,32 @@ class TwoPhaseCompressor(LowRankCompressor):
     def run(self, now: Round) -> Program[Outcome]:
         count = len(now.table.batches)
         left, right = self.layout(now, ["p"] * count), self.layout(now, ["q"] * count)
-        starts = right.sections(self.memory.bases(right, now.account.c))
-        if any(batch.mode for batch in now.table.batches):
-            starts = yield from self._refresh(now, left, right, starts)
-        buffer = self.project(now, left, starts, with_flags=True)
-        first = yield from now.sum.run(buffer, "lowrank/p", now.control)
-        now.account.used = first.total[-now.control : -1] > 0
-        bases = left.sections(left.orthogonalise(first.total))
-        buffer = self.project(now, right, bases, with_flags=False)
-        second = yield from now.sum.run(buffer, "lowrank/q", 0)
-        update = self.deliver(now, right, bases, second)
-        return Outcome(update, ~(is_finite(first.total) & is_finite(second.total)))
+        start = Factors(right, self.memory.bases(right, now.account.c))
+        if self.renews(now.table):
+            start = yield from self._refresh(now, left, start)
+        products = now.products
+        buffer = products.project(left, start, first=True)
+        first = yield from now.sum.run(buffer, "lowrank/p", products.control, with_part=False)
+        products.receive(first.total, first=True)
+        basis = Factors(left, products.orthogonalise(left, first.total))
+        buffer = products.project(right, basis, first=False)
+        second = yield from now.sum.run(buffer, "lowrank/q")
+        products.receive(second.total, first=False)
+        return products.deliver(right, basis, second)
 
-    def _refresh(
-        self, now: Round, left: FactorLayout, right: FactorLayout, starts: Sequence[Tensor]
-    ) -> Program[list[Tensor]]:
-        """`starts` with the bases of the renewing batches replaced."""
+    def _refresh(self, now: Round, left: FactorLayout, start: Factors) -> Program[Factors]:
+        """`start` with the bases of the renewing batches replaced."""
         chosen = [which for which, batch in enumerate(now.table.batches) if batch.mode]
-        parts = [left.only(chosen), right.only(chosen)]
-        bases = [self._fresh(batch, now) for batch in parts[0].batches]
-        for part in parts:
-            buffer = self.project(now, part, bases, with_flags=False)
-            summed = yield from now.sum.run(buffer, "lowrank/refresh", 0)
-            bases = part.sections(part.orthogonalise(summed.total))
-        renewed = dict(zip(chosen, bases, strict=True))
-        return [renewed.get(which, start) for which, start in enumerate(starts)]
+        halves = left.only(chosen), start.layout.only(chosen)
+        bases = Factors(halves[1], torch.cat([self._fresh(b, now) for b in halves[1].batches]))
+        for half in halves:
+            buffer = now.products.project(half, bases, first=False)
+            summed = yield from now.sum.run(buffer, "lowrank/refresh", with_part=False)
+            bases = Factors(half, now.products.orthogonalise(half, summed.total))
+        renewed = Factors(start.layout, start.flat.clone())
+        for which, basis in zip(chosen, bases.sections, strict=True):
+            renewed.sections[which].copy_(basis)
+        return renewed
 
     def _fresh(self, batch: MatrixBatch, now: Round) -> Tensor:
         drawn = [
@@ -78,4 +82,4 @@ class TwoPhaseCompressor(LowRankCompressor):
             )
             for name, shape in batch.members
         ]
-        return torch.cat(drawn).to(now.account.c.device, now.account.c.dtype)
+        return torch.cat(drawn).reshape(-1).to(now.account.c.device, now.account.c.dtype)

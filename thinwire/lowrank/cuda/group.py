@@ -1,0 +1,106 @@
+"""GroupKernels: every product of a group's matrices in one launch or two.
+
+Reference: `TorchProducts`; sums are taken in another order. Needs no library's workspace, looks at no precision that is set for
+matrix products, and does not depend on what else is in the bucket.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.lowrank.cuda.kernels import WARP, WIDE, Kernels
+from thinwire.lowrank.cuda.tables import THREADS, WIDE_WARPS, Tables, make_tables
+from thinwire.lowrank.layout import FactorLayout
+from thinwire.plan.groups import Group
+
+
+class GroupKernels(Kernels):
+    """The same on one group whose gradient lies in a bucket."""
+
+    def __init__(self, group: Group, rank: int, gradient_dtype: torch.dtype, world: int) -> None:
+        super().__init__(rank, gradient_dtype)
+        self.slots = len(group.slots)
+        self.into_bucket = gradient_dtype == torch.float32
+        """Whether the update is written to the bucket; a narrower one needs the exact update for its rounding."""
+        self._one = torch.ones(1, dtype=torch.float32, device=group.device)
+        self._share = torch.full((1,), 1 / world, dtype=torch.float32, device=group.device)
+        self._tables: dict[FactorLayout, Tables] = {}
+
+    def tables(self, group: Group, sent: FactorLayout, known: FactorLayout) -> Tables:
+        """Where everything lies when the factors of `sent` travel. The group is not kept: it is what this is kept by."""
+        if sent not in self._tables:
+            self._tables[sent] = make_tables(group, sent, known, self.lines)
+        return self._tables[sent]
+
+    def project(
+        self,
+        tables: Tables,
+        memory: Tensor,
+        known: Tensor,
+        sent: Tensor,
+        *,
+        bucket: Tensor | None = None,
+        flags: Tensor | None = None,
+        ratio: Tensor | None = None,
+    ) -> None:
+        """Write what travels to `sent`. With a `bucket`, memory becomes memory x `ratio` + gradient on the way."""
+        fresh = bucket is not None
+        source = memory if bucket is None else bucket
+        raised = sent if flags is None else flags
+        scale = self._one if ratio is None else ratio
+        ends = [raised, scale, tables.matrices]
+        if tables.row_tiles.shape[0]:
+            self.find("project_rows", fresh=fresh)(
+                (tables.row_tiles.shape[0], 1, 1),
+                (WARP * WIDE_WARPS if self.lines > WIDE else THREADS, 1, 1),
+                [source, memory, known, sent, *ends, tables.row_tiles, self.slots],
+            )
+        if tables.column_tiles.shape[0]:
+            parts = torch.empty(tables.parts, dtype=memory.dtype, device=memory.device)
+            self.find("project_columns", fresh=fresh)(
+                (tables.column_tiles.shape[0], 1, 1),
+                (THREADS, 1, 1),
+                [source, memory, known, parts, *ends, tables.column_tiles, self.slots],
+            )
+            self.find("add_parts")(
+                (tables.part_tiles.shape[0], 1, 1),
+                (THREADS, 1, 1),
+                [parts, sent, tables.matrices, tables.part_tiles],
+            )
+
+    def rebuild(
+        self, tables: Tables, out: Tensor, total: Tensor, known: Tensor, had: Tensor, status: Tensor
+    ) -> None:
+        """The mean update to `out`, a bucket or a group's buffer; `status` is raised if it is not finite."""
+        self.find("rebuild")(
+            (tables.tiles.shape[0], 1, 1),
+            (THREADS, 1, 1),
+            [
+                *(out, total, known, had, self._share, status, tables.matrices, tables.tiles),
+                int(self.into_bucket),
+            ],
+        )
+
+    def settle(
+        self,
+        tables: Tables,
+        memory: Tensor,
+        sent: Tensor,
+        known: Tensor,
+        bases: Tensor,
+        renewed: Tensor,
+        had: Tensor,
+        bad: Tensor,
+        before: Tensor | None,
+    ) -> None:
+        """Apply a verdict; where it changes something, `bases` and `renewed` change places."""
+        again = before is not None
+        self.find("settle")(
+            (tables.tiles.shape[0], 1, 1),
+            (THREADS, 1, 1),
+            [
+                *(memory, sent, known, bases, renewed, had, bad, bad if before is None else before),
+                *(tables.matrices, tables.tiles, int(again)),
+            ],
+        )
