@@ -71,7 +71,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("train digits --epochs 0", "epochs is 0; it must be a whole number of at least 1"),
         ("train digits --batch-size -1", "batch_size is -1; it must be"),
         ("train digits --lr 0", "lr is 0.0; it must be above 0"),
-        ("train digits --seed -1", "seed is -1; it must be 0 or more"),
+        ("train digits --seed -1", "seed is -1; it must be a whole number of at least 0"),
         ("train digits --axis x", "axis is 'x'; it must be 'auto', 'published' or an axis number"),
         ("train digits --values int3", "values is 'int3'; it must be one of"),
         ("train digits --method adtop", "method is 'adtop'; it must be one of dense, topk, adtopk"),

@@ -97,6 +97,16 @@ def test_the_command_writes_rows_and_a_picture(tmp_path, capsys):
     assert (out / "convergence.png").stat().st_size > 10_000
 
 
+def test_without_a_compressed_layer_there_is_no_xi(tmp_path, capsys):
+    out = tmp_path / "run"
+    options = "--tiny --simulate-workers 64 --density 0.05 --epochs 1 --batch-size 4"
+    assert main(["analyse", "convergence", "digits", *options.split(), "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "no layer is compressed, so there is no xi; " in said
+    assert "among 64 workers stops paying" in said
+    assert not out.exists()
+
+
 def test_other_methods_are_refused_by_name(capsys):
     assert main(["analyse", "convergence", "digits", "--methods", "dgc"]) == 2
     assert "methods is 'dgc'; it must be topk, adtopk or both" in capsys.readouterr().err

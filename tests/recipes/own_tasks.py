@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,9 +53,21 @@ def load_breaking(killed: bool) -> Data:
     return numbers(Raising(channels=1, height=1, width=3, classes=3, killed=killed))
 
 
+def load_forever(options: DataOptions) -> Data:
+    """Holds a lock on a file of its own, as long as the process lives."""
+    assert options.data_dir is not None
+    partial = options.data_dir / f".worker{os.environ['RANK']}"
+    with partial.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        partial.rename(options.data_dir / partial.name[1:])
+        time.sleep(600)
+    raise AssertionError("nobody ended this process")
+
+
 TINY = Task(
     load=load, build=build, training=Training(epochs=2, batch_size=8, lr=0.1, warmup_steps=3)
 )
 RAISING = replace(TINY, load=lambda options: load_breaking(killed=False))
 DYING = replace(TINY, load=lambda options: load_breaking(killed=True))
+WAITING = replace(TINY, load=load_forever)
 NOT_A_TASK = 7

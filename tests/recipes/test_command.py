@@ -46,8 +46,11 @@ def test_stop_resume_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"adtopk: top1 {row['score']:.1%}, top5 100.0% after step {STEPS}" in shown
     assert read_rows(out) == [row]
 
+    settings = (out / "config.toml").read_text()
     assert main(f"train --resume --out {out} --lr 0.3".split()) == 2
     assert "training.lr is 0.3 now and was 0.1 when adtopk in" in capsys.readouterr().err
+    # What was refused must not be what the next --resume finds.
+    assert (out / "config.toml").read_text() == settings
 
 
 def test_compare_does_only_what_is_not_done(

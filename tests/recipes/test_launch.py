@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -108,6 +112,36 @@ def test_what_only_a_worker_can_know_is_wrong_is_still_one_sentence(
     said = capsys.readouterr().err
     assert said.startswith("thinwire train: batch_size is 100 on 2 workers; together they must")
     assert said.count("\n") == 1
+    # The corrected command may name the same folder.
+    assert not (tmp_path / "run").exists()
+
+
+def test_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    command = f"train {OWN}:WAITING --workers 2 --data-dir {tmp_path} --out {tmp_path / 'run'}"
+    launcher = subprocess.Popen([sys.executable, "-m", "thinwire", *command.split()])
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("worker*"))) == 2)
+        locks = [path.open() for path in tmp_path.glob("worker*")]
+        assert not any(map(is_free, locks))
+    finally:
+        launcher.kill()
+        launcher.wait()
+    wait_until(lambda: all(map(is_free, locks)))
+
+
+def is_free(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_under_torchrun_the_command_is_the_worker(tmp_path: Path) -> None:

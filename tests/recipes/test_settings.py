@@ -110,6 +110,15 @@ def test_none_in_a_file_takes_away_what_the_task_has() -> None:
         ("[method]\ndensity_warmup = 0.5", "density_warmup is 0.5; it must be a list"),
         ("[methods.topk]\nrank = 2", "rank is 2, but topk has no such setting"),
         ("[run]\ngraph = true", "graph is True, which goes only with simulate_workers"),
+        ("[task]\nname = 'digits'\nsynthetic = 'no'", "synthetic is 'no'; it must be True or"),
+        ("[task]\nname = 'digits'\ndata_dir = 5", "data_dir is 5; it must be the path of a"),
+        ("[task]\nname = 5", "task.name is 5; it must be a name of --list"),
+        ("[method]\nname = ['topk']", r"method is \['topk'\]; it must be one of dense, topk"),
+        ("[methods]\ntopk = 5", "methods.topk is 5; it must be a section of settings"),
+        ("[training]\nseed = 1.5", "seed is 1.5; it must be a whole number of at least 0"),
+        ("[training]\nwarmup_steps = 0.1", "warmup_steps is 0.1; it must be a whole number"),
+        ("[training]\nbetas = [2, 0.9]", r"betas is \(2, 0.9\); both must be in \[0, 1\)"),
+        ("[training]\nnesterov = true\nmomentum = 0", "nesterov is True, which needs a momentum"),
     ],
 )
 def test_a_typo_is_named(text: str, message: str, tmp_path: Path) -> None:
@@ -140,8 +149,36 @@ def test_an_option_that_cannot_be_is_one_sentence(
     assert said.count("\n") == 1
 
 
+def test_a_folder_without_a_run_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--resume", "--tiny", "--out", str(tmp_path)]) == 2
+    assert "which holds no run to resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seeds = [0, 1, 0]", "seeds names 0 twice; name each once"),
+        ("densities = [0.01, 0.01]", "densities names 0.01 twice; name each once"),
+        ("seeds = [0.5]", "seeds is 0.5; it must be a whole number"),
+    ],
+)
+def test_nothing_is_counted_twice(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        job_of(f"[task]\nname = 'digits'\n[compare]\n{text}", "compare")
+
+
+def test_momentum_that_cannot_be_taken_over_is_refused_before_anything_is_trained() -> None:
+    text = "[task]\nname = 'chars'\n[compare]\nmethods = ['dense', 'dgc']"
+    with pytest.raises(UsageError, match="optimizer is 'adamw', but dgc takes momentum over"):
+        job_of(text, "compare")
+    job_of(f"{text}\n[methods.dgc]\nmemory = {{ kind = 'Residual' }}", "compare")
+
+
 def test_overrides_are_plain_values_or_text() -> None:
     texts = ("training.betas=[0.9,0.95]", "method.axis=0", "run.device=cpu", "run.graph=true")
+    assert parse_override("run.graph=True") == parse_override(texts[-1])
     values = [parse_override(text) for text in texts]
     assert values == [
         {"training": {"betas": [0.9, 0.95]}},

@@ -28,7 +28,7 @@ from thinwire.recipes.device import choose_device
 from thinwire.recipes.examples import Data
 from thinwire.recipes.job import Job, build_job
 from thinwire.recipes.loop import count_steps_per_epoch
-from thinwire.recipes.report import default_folder, make_folder
+from thinwire.recipes.report import default_folder, run_folder
 from thinwire.recipes.worker import METRICS_FILE, run_cell
 
 METHODS = ("topk", "adtopk")
@@ -126,9 +126,8 @@ def analyse_convergence(
     }
     folder = out or default_folder("convergence", task or f"{data}-{model}")
     job = build_job("compare", settings, out=folder)
-    make_folder(job)
     console = make_console()
-    with make_progress(console) as progress:
+    with run_folder(job), make_progress(console) as progress:
         runs = watch_job(job, progress.show)
     origin = describe_origin()
     content = {"job": job.to_settings(), **origin, "runs": [run.to_dict() for run in runs]}

@@ -118,6 +118,13 @@ class WatchedWorkers(SimulatedWorkers):
 class WatchedReplica(SimulatedReplica):
     def __init__(self, attachment: Attachment, workers: WatchedWorkers) -> None:
         super().__init__(attachment, workers)
+        plan = list(self.simulation.plan())
+        if not any(isinstance(one.method, SparseMethod) for one in plan):
+            largest = max(plan, key=lambda one: one.info.numel)
+            raise UsageError(
+                f"no layer is compressed, so there is no xi; {largest.info.name}, the largest, is dense "
+                f"because: {largest.reason}"
+            )
         self._look_at = workers.look_at
         self._looks = workers.looks
 

@@ -9,7 +9,6 @@ the one a run resumes from.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,8 @@ class Checkpoints:
 
     def _write(self, path: Path, state: State) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        # One name for all, so that what a killed process left behind is written over.
+        partial = self._folder / f".partial-process{self._workers.process}.pt"
         torch.save(state, partial)
         partial.replace(path)
 

@@ -23,7 +23,7 @@ from thinwire.recipes.job import Job, build_job
 from thinwire.recipes.launch import is_worker_already, launch
 from thinwire.recipes.listing import print_list
 from thinwire.recipes.options import Given, takes_shared_options
-from thinwire.recipes.report import SETTINGS_FILE, default_folder, make_folder, report
+from thinwire.recipes.report import SETTINGS_FILE, default_folder, report, run_folder
 from thinwire.recipes.settings import Settings, compose, parse_override, read_settings, to_toml
 from thinwire.recipes.worker import EXIT_FAILED, leave, wait_for_all, work
 
@@ -164,8 +164,13 @@ def shared_flags(given: Given) -> Settings:
 def resolve(given: Given, flags: Settings, out: Path | None) -> Settings:
     """Later layers win: the resumed run's settings, files, options, --set."""
     layers: list[Settings] = []
-    if given["resume"] and out is not None and (out / SETTINGS_FILE).exists():
-        layers.append(read_settings(str(out / SETTINGS_FILE)))
+    if given["resume"] and out is not None:
+        if (out / SETTINGS_FILE).exists():
+            layers.append(read_settings(str(out / SETTINGS_FILE)))
+        elif not given["config"] and not {"name", "data", "model"} & said(flags)["task"].keys():
+            raise UsageError(
+                f"out is '{out}', which holds no run to resume; name the folder of one, or a task to begin"
+            )
     for names in given["config"] or ():
         layers += [read_settings(name) for name in names.split(",") if name]
     layers.append(said(flags))
@@ -238,8 +243,7 @@ def run(job: Job) -> None:
     if is_worker_already():
         run_as_worker(job)
     console = make_console()
-    make_folder(job)
-    with make_progress(console) as progress:
+    with run_folder(job), make_progress(console) as progress:
         rows = launch(job, progress.show)
     report(job, rows, console)
 
@@ -249,8 +253,7 @@ def run_as_worker(job: Job) -> NoReturn:
     try:
         if int(os.environ["RANK"]) == 0:
             console = make_console()
-            make_folder(job)
-            with make_progress(console) as progress:
+            with run_folder(job), make_progress(console) as progress:
                 rows = work(job, progress.show)
             wait_for_all()
             report(job, rows, console)

@@ -65,13 +65,17 @@ class Training:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if len(self.betas) != 2:
             raise UsageError(f"betas is {self.betas!r}; it must be two numbers")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UsageError(f"betas is {self.betas!r}; both must be in [0, 1)")
         for name in ("epochs", "batch_size", "accumulate", "patience"):
             check_positive_int(name, getattr(self, name))
         for name in ("lr", "gamma", "eps"):
             check_finite_number(name, getattr(self, name))
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be above 0")
-        for name in ("momentum", "weight_decay", "warmup_steps", "warmup_epochs", "seed"):
+        for name in ("warmup_steps", "seed"):
+            check_count(name, getattr(self, name))
+        for name in ("momentum", "weight_decay", "warmup_epochs"):
             check_finite_number(name, getattr(self, name))
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be 0 or more")
@@ -79,6 +83,8 @@ class Training:
             check_choice(name, getattr(self, name), get_args(get_type_hints(Training)[name]))
         for name in ("nesterov", "decay_norms"):
             check_bool(name, getattr(self, name))
+        if self.nesterov and not self.momentum:
+            raise UsageError("nesterov is True, which needs a momentum above 0")
         if self.clip_norm is not None:
             check_positive_number("clip_norm", self.clip_norm)
         if self.warmup_steps and self.warmup_epochs:
@@ -128,6 +134,11 @@ class Running:
     def world(self) -> int:
         """Data-parallel workers, real or simulated."""
         return self.simulate_workers or self.workers
+
+
+def check_count(field: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise UsageError(f"{field} is {value!r}; it must be a whole number of at least 0")
 
 
 def check_numbers(field: str, values: object) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
+from thinwire.validate import check_bool, check_instance
 
 if TYPE_CHECKING:
     from thinwire.recipes.kinds import Kind
@@ -92,6 +93,12 @@ class DataOptions:
     """Few and small synthetic examples, and short windows (small crops) of real data, for the two-layer models of --tiny."""
     download: bool = False
     """Fetch missing files from their official place and check them."""
+
+    def __post_init__(self) -> None:
+        if self.data_dir is not None:
+            check_instance("data_dir", self.data_dir, Path, "the path of a folder")
+        for name in ("synthetic", "tiny", "download"):
+            check_bool(name, getattr(self, name))
 
 
 def count_steps(examples: int, world: int, batch_size: int) -> int:

@@ -13,11 +13,12 @@ from thinwire.errors import UsageError
 from thinwire.methods.base import Method
 from thinwire.methods.registry import find_preset
 from thinwire.observe.files import write_text
-from thinwire.recipes.config import Running, Training, check_numbers
+from thinwire.recipes.config import Running, Training, check_count, check_numbers
 from thinwire.recipes.examples import DataOptions
 from thinwire.recipes.method_settings import build_method, check_own, check_shared, takes
 from thinwire.recipes.settings import Settings, check_names
 from thinwire.recipes.tasks import Task, compose, find_task
+from thinwire.validate import check_instance
 
 TRAIN_METHOD = "adtopk"
 COMPARE_METHODS = ("dense", "topk", "adtopk")
@@ -32,6 +33,10 @@ class Choice:
     name: str | None = None
     data: str | None = None
     model: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, value in drop_nothing(vars(self)).items():
+            check_instance(f"task.{field}", value, str, "a name of --list")
 
     def find(self) -> Task:
         if self.name is not None:
@@ -109,8 +114,18 @@ class Job:
             check_shared(self.methods, {"density": self.densities[0]})
         if not self.seeds:
             raise UsageError("seeds is empty; name at least one")
+        for field, values in (("densities", self.densities), ("seeds", self.seeds)):
+            twice = next((value for value in values if values.count(value) > 1), None)
+            if twice is not None:
+                raise UsageError(f"{field} names {twice!r} twice; name each once")
         for cell in self.cells():
-            cell.build_method(steps_per_epoch=1)
+            method = cell.build_method(steps_per_epoch=1)
+            # Said at attach as well, but then other cells may have been trained for hours.
+            if method.owns_momentum and self.training.optimizer != "sgd":
+                raise UsageError(
+                    f"optimizer is {self.training.optimizer!r}, but {cell.method} takes momentum over from sgd only; "
+                    f"use that, or plain residuals with --set methods.{cell.method}.memory.kind=Residual"
+                )
 
     def cells(self) -> list[Cell]:
         """Every run, methods first; a name says only what tells it from the others."""
@@ -188,7 +203,8 @@ def build_job(command: Literal["train", "compare"], settings: Settings, **places
         densities = as_list("compare.densities", compared.get("densities", ()))
         seeds = as_list("compare.seeds", compared.get("seeds", (training.seed,)))
         check_numbers("densities", densities)
-        check_numbers("seeds", seeds)
+        for seed in seeds:
+            check_count("seeds", seed)
     running = settings.get("run", {})
     check_names("run", running, [field.name for field in dataclasses.fields(Running)])
     return Job(
@@ -199,7 +215,7 @@ def build_job(command: Literal["train", "compare"], settings: Settings, **places
         densities=tuple(densities),
         seeds=tuple(seeds),
         shared=shared,
-        own={key: drop_nothing(value) for key, value in settings.get("methods", {}).items()},
+        own={key: build_own(key, value) for key, value in settings.get("methods", {}).items()},
         training=training,
         running=Running(**drop_nothing(running)),
         **places,
@@ -210,7 +226,7 @@ def build_source(values: Mapping[str, Any]) -> DataOptions:
     known = [field.name for field in dataclasses.fields(DataOptions)]
     check_names("task", values, ["name", "data", "model", *known])
     given = drop_nothing(values)
-    if "data_dir" in given:
+    if isinstance(given.get("data_dir"), str):
         given["data_dir"] = Path(given["data_dir"])
     return DataOptions(**given)
 
@@ -226,6 +242,11 @@ def build_training(default: Training, values: Mapping[str, Any]) -> Training:
         if one in given and other not in given:
             given[other] = 0
     return dataclasses.replace(default, **given)
+
+
+def build_own(method: str, values: Any) -> dict[str, Any]:
+    check_instance(f"methods.{method}", values, Mapping, "a section of settings")
+    return drop_nothing(values)
 
 
 def as_list(name: str, value: Any) -> list[Any]:

@@ -69,7 +69,8 @@ def run_agent(workers: int, folder: Path) -> dict[int, ProcessFailure]:
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
-    command = ["-m", "thinwire.recipes.worker", str(folder / "job.json"), str(folder)]
+    job_file, launcher = str(folder / "job.json"), str(os.getpid())
+    command = ["-m", "thinwire.recipes.worker", job_file, str(folder), launcher]
     with worker_environment(workers), quiet_agent(), same_signal_handlers():
         try:
             elastic_launch(config, sys.executable)(*command)

@@ -21,6 +21,7 @@ from thinwire.errors import UsageError
 from thinwire.methods.base import Method
 from thinwire.methods.registry import METHODS, Preset, find_preset
 from thinwire.recipes.names import hint
+from thinwire.validate import check_instance
 
 Plain = Mapping[str, Any]
 WARMUP = "density_warmup"
@@ -35,6 +36,8 @@ def check_shared(names: Sequence[str], settings: Plain) -> None:
     """Refuse names that are wrong or come twice, and a setting that none of the methods has."""
     if not names:
         raise UsageError(f"methods is empty; name at least one of {', '.join(METHODS)}")
+    for name in names:
+        check_instance("method", name, str, f"one of {', '.join(METHODS)}")
     twice = next((name for name in names if list(names).count(name) > 1), None)
     if twice is not None:
         raise UsageError(f"methods names {twice!r} twice; name each method once")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -46,6 +47,28 @@ def make_folder(job: Job) -> None:
         return
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / SETTINGS_FILE, to_toml(job.to_settings()))
+
+
+@contextlib.contextmanager
+def run_folder(job: Job) -> Iterator[None]:
+    """`make_folder` for as long as the job runs; if it is refused, the folder is again as it was found."""
+    settings, metrics = job.out / SETTINGS_FILE, job.out / METRICS_FILE
+    before = settings.read_text() if settings.is_file() else None
+    there = job.out.exists()
+    make_folder(job)
+    try:
+        yield
+    except UsageError:
+        if before is not None:
+            write_text(settings, before)
+        elif not metrics.exists() or metrics.stat().st_size == 0:
+            settings.unlink(missing_ok=True)
+            metrics.unlink(missing_ok=True)
+            if not there:
+                # Not empty where somebody else has put something there meanwhile.
+                with contextlib.suppress(OSError):
+                    job.out.rmdir()
+        raise
 
 
 # -- rows ------------------------------------------------------------------------------------------------------

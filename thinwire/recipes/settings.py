@@ -26,6 +26,7 @@ Settings = dict[str, Any]
 """Sections of plain values: text, numbers, truth values, lists, tables."""
 
 FRAGMENTS = Path(__file__).parent / "configs"
+PYTHON_WORDS = {"True": True, "False": False}
 SECTIONS = ("task", "method", "methods", "training", "run", "compare")
 
 
@@ -93,7 +94,7 @@ def check_sections(content: Mapping[str, Any], where: str) -> None:
 
 
 def parse_override(text: str) -> Settings:
-    """'training.lr=0.1' as settings; the value as in JSON, or else the text as it is."""
+    """'training.lr=0.1' as settings; the value as in JSON or Python, or else the text as it is."""
     name, found, value = text.partition("=")
     path = name.strip().split(".")
     if not found or len(path) < 2 or not all(path):
@@ -105,7 +106,7 @@ def parse_override(text: str) -> Settings:
     try:
         nested: Any = json.loads(value)
     except ValueError:
-        nested = value.strip()
+        nested = PYTHON_WORDS.get(value.strip(), value.strip())
     for key in reversed(path):
         nested = {key: nested}
     return dict(nested)

@@ -1,7 +1,7 @@
 """One worker process: join the others, train every cell of the job in turn, hand over the results, leave.
 
-Started by `launch.py` as `python -m thinwire.recipes.worker JOB_FILE HAND_OVER_FOLDER`, or by the command itself when
-torchrun (or anything else that sets RANK and WORLD_SIZE) has started it already.
+Started by `launch.py` as `python -m thinwire.recipes.worker JOB_FILE HAND_OVER_FOLDER LAUNCHER_PID`, or by the
+command itself when torchrun (or anything else that sets RANK and WORLD_SIZE) has started it already.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -38,6 +40,7 @@ from thinwire.recipes.tasks import Task
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+WATCH_SECONDS = 1.0
 
 
 def work(job: Job, listener: Callable[[Record], None] | None = None) -> list[Row]:
@@ -188,7 +191,20 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
-def main(job_file: str, folder: str) -> NoReturn:
+def end_with(launcher: int, folder: Path) -> None:
+    """End this process soon after its launcher: one that was killed cannot, and a resumed run must have the folder alone."""
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(WATCH_SECONDS)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=watch, name="thinwire-launcher", daemon=True).start()
+
+
+def main(job_file: str, folder: str, launcher: str) -> NoReturn:
+    end_with(int(launcher), Path(folder))
     rank = int(os.environ["RANK"])
     try:
         rows = work(read_job(Path(job_file)))
