@@ -65,3 +65,16 @@ def test_overflow_leaves_memory_wherever_it_is():
     account = Account(torch.tensor([torch.inf, torch.inf, -torch.inf, 1.0]))
     account.write_off(torch.tensor([0]), torch.tensor([3e38]))
     assert account.c.tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_overflow_is_known_by_what_memory_held():
+    account = Account(torch.tensor([torch.inf, torch.inf, 2.0]))
+    account.write_off(torch.tensor([0, 2]), torch.tensor([3e38, 1.0]), held=account.c[[0, 2]])
+    assert account.c.tolist() == [0.0, 0.0, 1.0]
+
+
+def test_giving_nothing_back_leaves_a_bad_step_exact():
+    c, account = opened()
+    account.give_back(torch.tensor([0, 2]), torch.zeros(2))
+    account.settle(BAD)
+    assert torch.equal(account.c, c)

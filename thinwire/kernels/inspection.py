@@ -55,7 +55,7 @@ def poison_if(bad: Tensor, flat: Tensor) -> None:
     """Not-a-number everywhere if `bad`, so that every rank skips the step."""
     if flat.dtype in FLOAT_CODES and has_kernels(flat.device):
         poison(flat, bad)
-    else:
+    elif flat.device.type != "cpu" or bool(bad):
         flat.add_(torch.where(bad, torch.nan, 0.0).to(flat.dtype))
 
 

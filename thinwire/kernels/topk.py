@@ -20,17 +20,15 @@ def row_topk_reference(matrix: Tensor, keep: int) -> Tensor:
 
 
 def row_topk(matrix: Tensor, keep: int) -> Tensor:
-    """Equal to the reference for every finite input, on an accelerator of 32 bits or less."""
+    """Equal to the reference for every finite input."""
     length = matrix.shape[-1]
     if keep == length:
         return torch.arange(length, device=matrix.device).expand(matrix.shape)
     if matrix.device.type == "cpu":
         return _row_topk_on_cpu(matrix, keep)
-    return (
-        row_topk_reference(matrix, keep)
-        if matrix.dtype == torch.float64
-        else _by_keys(matrix, keep)
-    )
+    if matrix.dtype == torch.float64:
+        return row_topk_reference(matrix, keep)
+    return _by_keys(matrix, keep)
 
 
 def _row_topk_on_cpu(matrix: Tensor, keep: int) -> Tensor:
@@ -39,7 +37,7 @@ def _row_topk_on_cpu(matrix: Tensor, keep: int) -> Tensor:
         strip = Strip(offset=0, outer=rows, pitch=length, inner=1)
         chosen, _ = Tournament([strip], length, keep).run(matrix.reshape(-1))
     else:
-        chosen = choose(matrix.abs().reshape(rows, length), keep)[:, 1]
+        chosen = choose(matrix.abs().reshape(rows, length), keep)
     return chosen.view(*matrix.shape[:-1], keep)
 
 

@@ -8,8 +8,8 @@ Rows of one length compete together:
 3. Look into the chunks that reach it. What survives is little more than `keep` elements of each row.
 4. Choose among the survivors, ties to the lowest index.
 
-A row the bound does not thin out (zeros, a constant, NaN) is chosen from whole. Costly on a CPU are branches nobody can
-predict and memory that was never touched before; hence passes that are vectorised and a small buffer to work in.
+Where a bound does not thin out (zeros, a constant, NaN), `keep` whole chunks are chosen from. Costly on a CPU are branches
+nobody can predict and memory that was never touched before; hence vectorised passes and a small buffer to work in.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 """Magnitudes compare like the integers of the same bits."""
 FRACTION_BITS = {torch.float32: 23, torch.float64: 52}
-LEAST_ELEMENTS = 1 << 16
+LEAST_ELEMENTS = 1 << 17
 LEAST_RATIO = 48
 """Of length to `keep`; below it most chunks reach any bound."""
 BUFFER_ELEMENTS = 1 << 19
 HITS_AT_ONCE = 1 << 14
-WHOLE_AT_ONCE = 1 << 21
-"""Elements of rows that are chosen from whole."""
+CHOSEN_AT_ONCE = 1 << 20
+"""Elements of the chunks that rows are chosen from where a bound does not help."""
 HALVINGS = 7
 OCTAVES = 16
 """How far below its largest magnitude the bound of a row is looked for."""
@@ -43,45 +43,53 @@ def pays(elements: int, length: int, keep: int, dtype: torch.dtype) -> bool:
 
 
 def choose(magnitudes: Tensor, keep: int) -> Tensor:
-    """int64 [rows x keep, 2]: (row, index) of the `keep` largest of every row, ascending; ties to the lowest index."""
-    wanted = keep * magnitudes.shape[0]
+    """int64 [rows, keep]: indices of the `keep` largest of every row, ascending; ties to the lowest index."""
+    rows, length = magnitudes.shape
     if keep == 1:
         least = magnitudes.amax(-1, keepdim=True)
     else:
         least = magnitudes.topk(keep, sorted=False).values.amin(-1, keepdim=True)
-    chosen = (magnitudes >= least).nonzero()
-    if chosen.shape[0] == wanted:
-        return chosen
-    above, equal = magnitudes > least, magnitudes == least
-    room = keep - above.sum(-1, keepdim=True)
-    chosen = (above | equal & (equal.cumsum(-1) <= room)).nonzero()
-    if chosen.shape[0] == wanted:
-        return chosen
-    # A NaN equals nothing; a stable sort takes it for the largest.
-    order = magnitudes.sort(dim=-1, descending=True, stable=True).indices[:, :keep]
-    return torch.zeros_like(magnitudes, dtype=torch.bool).scatter_(1, order, True).nonzero()
+    if bool(least.isnan().any()):
+        # It equals nothing; a stable sort takes it for the largest.
+        order = magnitudes.sort(dim=-1, descending=True, stable=True).indices
+        return order[:, :keep].sort(dim=-1).values
+    chosen = places_of(magnitudes >= least)
+    if chosen.numel() != rows * keep:
+        above, equal = magnitudes > least, magnitudes == least
+        room = keep - above.sum(-1, keepdim=True)
+        chosen = places_of(above | equal & (equal.cumsum(-1) <= room))
+    return chosen.view(rows, keep) - torch.arange(0, rows * length, length)[:, None]
+
+
+def places_of(mask: Tensor) -> Tensor:
+    """int64: where a mask holds, counted over all its elements."""
+    return mask.reshape(-1).nonzero().view(-1)
 
 
 @functools.cache
 def _word_tables() -> tuple[Tensor, Tensor]:
-    """How many bits each word has, and where: [words], [words x WORD], the places of its ones first."""
+    """How many ones each word has, and their places: int64 [words], [words x WORD]."""
     bits = torch.arange(1 << WORD)[:, None] >> torch.arange(WORD) & 1
     return bits.sum(1), bits.sort(dim=1, descending=True, stable=True).indices.view(-1)
 
 
+@functools.cache
+def _powers(dtype: torch.dtype) -> Tensor:
+    return 2.0 ** torch.arange(WORD, dtype=dtype)
+
+
 def find_ones(mask: Tensor) -> Tensor:
-    """int64: the places of the ones in a floating-point mask of whole words, mostly zeros.
+    """int64: the places of the few ones in a floating-point mask of whole words, counted over all its elements.
 
     `nonzero` takes a branch per element. Here a product makes numbers of the bits, and a table tells what is in each.
     """
     counts, places = _word_tables()
-    powers = 2.0 ** torch.arange(WORD, dtype=mask.dtype)
-    words = torch.mv(mask.view(-1, WORD), powers).to(torch.int32)
+    words = torch.mv(mask.view(-1, WORD), _powers(mask.dtype)).long()
     ones = counts.index_select(0, words)
     word = torch.repeat_interleave(ones)
-    rank = torch.arange(word.numel()).sub_((ones.cumsum(0) - ones).index_select(0, word))
-    entry = rank.add_(words.index_select(0, word), alpha=WORD)
-    return places.index_select(0, entry).add_(word, alpha=WORD)
+    # The entry of a word's first one, less how many ones came before: the n-th one is then n further.
+    entries = words.mul_(WORD).add_(ones).sub_(ones.cumsum(0)).index_select(0, word)
+    return places.index_select(0, entries.add_(torch.arange(word.numel()))).add_(word, alpha=WORD)
 
 
 @dataclass(frozen=True)
@@ -103,11 +111,22 @@ class Strip:
         return (first[:, None] + torch.arange(self.inner)).view(-1)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Elements whose magnitudes fit the buffer: where they lie, and where their maxima go."""
+
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    offset: int
+    chunks: int
+    first: int
+
+
 class Tournament:
     """All rows of one length, `inner` and `keep`; made once per layout."""
 
     def __init__(self, strips: Sequence[Strip], length: int, keep: int) -> None:
-        self.strips = strips
+        assert length >= LEAST_RATIO * keep
         self.length = length
         self.keep = keep
         self.inner = strips[0].inner
@@ -117,74 +136,80 @@ class Tournament:
         self.outer = sum(strip.outer for strip in strips)
         self.rows = self.outer * self.inner
         self.bases = torch.cat([strip.bases() for strip in strips])
+        self.parts = list(self._parts(strips))
+
+    def _parts(self, strips: Sequence[Strip]) -> Iterator[Part]:
+        chunk_size = self.chunk * self.inner
+        outers = max(1, BUFFER_ELEMENTS // (self.chunks * chunk_size))
+        chunks = max(1, BUFFER_ELEMENTS // chunk_size)
+        first = 0
+        for strip in strips:
+            for outer in range(0, strip.outer, outers):
+                for chunk in range(0, self.chunks, chunks):
+                    begin, end = chunk * self.chunk, (chunk + chunks) * self.chunk
+                    length = min(end, self.length) - begin
+                    yield Part(
+                        shape=(min(outers, strip.outer - outer), length, self.inner),
+                        strides=(strip.pitch, self.inner, 1),
+                        offset=strip.offset + outer * strip.pitch + begin * self.inner,
+                        chunks=-(-length // self.chunk),
+                        first=((first + outer) * self.chunks + chunk) * self.inner,
+                    )
+            first += strip.outer
 
     def run(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """[rows, keep] each: indices inside the rows, ascending, and the values there."""
         maxima = self._maxima(flat)
         bound = self._bound(maxima)
         row, index, value = self._survivors(flat, maxima, bound)
-        return self._decide(flat, row, index, value)
+        return self._decide(flat, maxima, row, index, value)
 
     def _maxima(self, flat: Tensor) -> Tensor:
         """[outer, chunks, inner]: the largest magnitude of every chunk."""
         maxima = flat.new_empty(self.outer, self.chunks, self.inner)
         buffer = flat.new_empty(max(BUFFER_ELEMENTS, self.chunk * self.inner))
-        for part, out in self._parts(flat, maxima):
+        for part in self.parts:
             outer, length, inner = part.shape
-            chunks = out.shape[1]
-            magnitudes = buffer[: outer * chunks * self.chunk * inner].view(outer, -1, inner)
+            elements = flat.as_strided(
+                part.shape, part.strides, flat.storage_offset() + part.offset
+            )
+            out = maxima.as_strided((outer, part.chunks, inner), maxima.stride(), part.first)
+            chunks = buffer[: out.numel() * self.chunk].view(outer, part.chunks, self.chunk, inner)
+            magnitudes = chunks.view(outer, -1, inner)
             if length % self.chunk:
                 magnitudes[:, length:] = -1.0
-            torch.abs(part, out=magnitudes[:, :length])
-            torch.amax(magnitudes.view(outer, chunks, self.chunk, inner), 2, out=out)
+                magnitudes = magnitudes[:, :length]
+            torch.abs(elements, out=magnitudes)
+            torch.amax(chunks, 2, out=out)
         return maxima
-
-    def _parts(self, flat: Tensor, maxima: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pieces of the rows that fit the buffer, and where their maxima go."""
-        chunk_size = self.chunk * self.inner
-        outers = max(1, BUFFER_ELEMENTS // (self.chunks * chunk_size))
-        chunks = max(1, BUFFER_ELEMENTS // chunk_size)
-        outs = maxima.split([strip.outer for strip in self.strips])
-        for strip, out in zip(self.strips, outs, strict=True):
-            elements = flat.as_strided(
-                (strip.outer, self.length, strip.inner),
-                (strip.pitch, strip.inner, 1),
-                flat.storage_offset() + strip.offset,
-            )
-            for some, some_out in zip(elements.split(outers), out.split(outers), strict=True):
-                yield from zip(
-                    some.split(chunks * self.chunk, 1), some_out.split(chunks, 1), strict=True
-                )
 
     def _bound(self, maxima: Tensor) -> Tensor:
         """[rows]: a magnitude that `keep` chunks of the row reach; infinite where that does not help."""
         by_chunk = maxima.movedim(1, 0).contiguous().view(self.chunks, self.rows)
+        reached = torch.empty_like(by_chunk)
         highest = by_chunk.amax(0)
-        bound = highest if self.keep == 1 else self._bisect(by_chunk, highest)
-        crowded = (by_chunk >= bound).sum(0) > 2 * self.keep
+        bound = highest if self.keep == 1 else self._bisect(by_chunk, highest, reached)
+        crowded = torch.ge(by_chunk, bound, out=reached).sum(0) > 2 * self.keep
         return bound.masked_fill_(crowded, torch.inf)
 
-    def _bisect(self, by_chunk: Tensor, highest: Tensor) -> Tensor:
-        """Between the largest maximum of a row and its smallest, in steps of the number's bits."""
-        bits = BITS[by_chunk.dtype]
+    def _bisect(self, by_chunk: Tensor, highest: Tensor, reached: Tensor) -> Tensor:
+        """Between the smallest maximum of a row and its largest, in halves of the numbers' bits."""
+        dtype, bits = by_chunk.dtype, BITS[by_chunk.dtype]
         high = highest.view(bits)
         low = by_chunk.amin(0).view(bits)
-        low = torch.maximum(low, high - (OCTAVES << FRACTION_BITS[by_chunk.dtype]))
-        reached = torch.empty_like(by_chunk)
+        low = torch.maximum(low, high - (OCTAVES << FRACTION_BITS[dtype]))
+        half = high - low
         for _ in range(HALVINGS):
-            middle = low + (high - low >> 1)
-            torch.ge(by_chunk, middle.view(by_chunk.dtype), out=reached)
-            enough = reached.sum(0) >= self.keep
+            middle = low + half.bitwise_right_shift_(1)
+            enough = torch.ge(by_chunk, middle.view(dtype), out=reached).sum(0) >= self.keep
             low = torch.where(enough, middle, low)
-            high = torch.where(enough, high, middle)
-        return low.view(by_chunk.dtype)
+        return low.view(dtype)
 
     def _survivors(
         self, flat: Tensor, maxima: Tensor, bound: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(row, index, value) of what reaches its row's bound, ordered by row, then index."""
-        reach = maxima >= bound.view(self.outer, 1, self.inner)
-        hits = reach.view(-1).nonzero().view(-1)
+        hits = places_of(maxima >= bound.view(self.outer, 1, self.inner))
         found = [self._look(flat, some, bound) for some in hits.split(HITS_AT_ONCE)]
         row, index, value = (torch.cat(column) for column in zip(*found, strict=True))
         if self.inner > 1:
@@ -194,67 +219,72 @@ class Tournament:
 
     def _look(self, flat: Tensor, hits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(row, index, value) of what reaches the bound in some chunks, which are counted as the maxima are."""
-        if self.inner == 1:
-            row = hits // self.chunks
-            first = torch.sub(hits, row, alpha=self.chunks).mul_(self.chunk)
-        else:
-            line = hits // self.inner
-            outer = line // self.chunks
-            row = torch.add(hits - line * self.inner, outer, alpha=self.inner)
-            first = torch.sub(line, outer, alpha=self.chunks).mul_(self.chunk)
-        # The last chunk of a row is moved back inside it; what it shares with the one before must not count twice.
-        last = self.length - self.chunk
-        begin = first.clamp(max=last)
-        values = self._windows(flat, row, begin)
-        magnitudes = values.abs()
-        if self.length % self.chunk:
-            shared = (first > last).nonzero().view(-1)
-            magnitudes[shared, : self.chunk - self.length % self.chunk] = -1.0
+        line = hits if self.inner == 1 else hits // self.inner
+        outer = line // self.chunks
+        first = torch.sub(line, outer, alpha=self.chunks).mul_(self.chunk)
+        row = outer if self.inner == 1 else hits + (outer - line) * self.inner
+        begin, values, magnitudes = self._open(flat, row, first)
         torch.ge(magnitudes, bound.index_select(0, row)[:, None], out=magnitudes)
         found = find_ones(magnitudes)
-        hit = found // self.chunk
-        index = begin.index_select(0, hit).add_(found).sub_(hit, alpha=self.chunk)
+        hit = found >> self.chunk.bit_length() - 1
+        index = begin.index_select(0, hit).add_(found & self.chunk - 1)
         return row.index_select(0, hit), index, values.view(-1).index_select(0, found)
 
-    def _windows(self, flat: Tensor, row: Tensor, begin: Tensor) -> Tensor:
-        """[hits, chunk]: the chunks that begin at some index of their rows."""
-        places = torch.add(self.bases.index_select(0, row), begin, alpha=self.inner)
-        last = flat.numel() - (self.chunk - 1) * self.inner
-        windows = flat.as_strided((last, self.chunk), (1, self.inner), flat.storage_offset())
-        return windows.index_select(0, places) if self.inner == 1 else windows[places]
-
     def _decide(
-        self, flat: Tensor, row: Tensor, index: Tensor, value: Tensor
+        self, flat: Tensor, maxima: Tensor, row: Tensor, index: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The `keep` largest survivors of every row; a row with too few or too many is chosen from whole."""
+        """The `keep` largest of every row: of the survivors, unless they are too few or too many."""
         counts = torch.bincount(row, minlength=self.rows)
         fits = (counts >= self.keep) & (counts <= 2 * self.keep + 8)
         if bool(fits.all()):
             chosen = self._choose(row, value, counts)
-            return index.index_select(0, chosen), value.index_select(0, chosen)
+            return index[chosen], value[chosen]
         indices = index.new_empty(self.rows, self.keep)
         values = value.new_empty(self.rows, self.keep)
         if bool(fits.any()):
-            kept = fits[row].nonzero().view(-1)
+            kept = places_of(fits[row])
             places = fits.cumsum(0) - 1
             chosen = kept[self._choose(places[row[kept]], value[kept], counts[fits])]
-            indices[fits], values[fits] = (x[chosen].view(-1, self.keep) for x in (index, value))
-        along = torch.arange(self.length) * self.inner
-        for some in (~fits).nonzero().view(-1).split(max(1, WHOLE_AT_ONCE // self.length)):
-            whole = flat[self.bases[some, None] + along]
-            indices[some] = choose(whole.abs(), self.keep)[:, 1].view(-1, self.keep)
-            values[some] = whole.gather(1, indices[some])
+            indices[fits], values[fits] = index[chosen], value[chosen]
+        for some in places_of(~fits).split(max(1, CHOSEN_AT_ONCE // (self.keep * self.chunk))):
+            indices[some], values[some] = self._choose_chunks(flat, maxima, some)
         return indices, values
 
+    def _open(self, flat: Tensor, row: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(where they begin, values, magnitudes) of the chunks that are due to begin at `first` of their rows.
+
+        The last chunk of a row is moved back inside it; what it then shares with the one before must not count twice.
+        """
+        begin = first.clamp(max=self.length - self.chunk)
+        places = torch.add(self.bases.index_select(0, row), begin, alpha=self.inner)
+        last = flat.numel() - (self.chunk - 1) * self.inner
+        windows = flat.as_strided((last, self.chunk), (1, self.inner), flat.storage_offset())
+        values = windows.index_select(0, places) if self.inner == 1 else windows[places]
+        magnitudes = values.abs()
+        if self.length % self.chunk:
+            magnitudes[places_of(begin < first), : -self.length % self.chunk] = -1.0
+        return begin, values, magnitudes
+
+    def _choose_chunks(self, flat: Tensor, maxima: Tensor, some: Tensor) -> tuple[Tensor, Tensor]:
+        """(indices, values) [some, keep] out of the `keep` chunks of each row with the largest maxima.
+
+        An element of another chunk is beaten by one of each of these, also on equal terms: they come first.
+        """
+        chunks = choose(maxima[some // self.inner, :, some % self.inner], self.keep)
+        rows = some.repeat_interleave(self.keep)
+        begin, values, magnitudes = self._open(flat, rows, chunks.view(-1) * self.chunk)
+        chosen = choose(magnitudes.view(len(some), -1), self.keep)
+        index = begin.view_as(chunks).gather(1, chosen // self.chunk) + chosen % self.chunk
+        return index, values.view(len(some), -1).gather(1, chosen)
+
     def _choose(self, row: Tensor, value: Tensor, counts: Tensor) -> Tensor:
-        """int64 [rows x keep]: which survivors are the `keep` largest of rows that have `counts` of them."""
+        """int64 [rows, keep]: which survivors are the `keep` largest of rows that have `counts` of them."""
         rows, survivors = counts.numel(), torch.arange(row.numel())
         if survivors.numel() == rows * self.keep:
-            return survivors
+            return survivors.view(rows, self.keep)
         width = int(counts.max())
         starts = counts.cumsum(0) - counts
         shift = torch.arange(0, rows * width, width) - starts
         table = value.new_full((rows * width,), -1.0)
         table.scatter_(0, survivors.add_(shift.index_select(0, row)), value.abs())
-        row, place = choose(table.view(rows, width), self.keep).unbind(1)
-        return starts.index_select(0, row).add_(place)
+        return choose(table.view(rows, width), self.keep) + starts[:, None]

@@ -20,17 +20,20 @@ class Account:
         self.shared_when_dense: list[Tensor] = []
         """Buffers beside c that have to be the same on all ranks once the slots are dense, such as a momentum."""
 
-    def write_off(self, positions: Tensor, contribution: Tensor) -> None:
+    def write_off(
+        self, positions: Tensor, contribution: Tensor, *, held: Tensor | None = None
+    ) -> None:
         """Take `contribution` out of memory: it has been sent.
 
-        Places that repeat (the unused places of a payload) must carry zeros.
+        Places that repeat (the unused places of a payload) must carry zeros. `held` is what c held there before, if
+        the caller has it at hand: a look at scattered places costs a CPU a cache miss each.
         """
         contribution = contribution.to(self.c.dtype)
         self.c.index_add_(0, positions, contribution, alpha=-1)
-        self._drop_overflow(positions)
+        self._drop_overflow(positions, held)
         self._sent.append((positions, contribution))
 
-    def _drop_overflow(self, positions: Tensor) -> None:
+    def _drop_overflow(self, positions: Tensor, held: Tensor | None) -> None:
         """A sum of finite numbers can overflow; nothing of that may stay.
 
         An infinity is always among the selected, which flags the step, so that looking there is enough to know. An
@@ -39,12 +42,17 @@ class Account:
         if self.c.device.type != "cpu":
             left = self.c[positions]
             self.c[positions] = torch.where(left.isfinite(), left, 0.0)
-        elif not bool(self.c[positions].isfinite().all()):
+            return
+        selected = self.c[positions] if held is None else held
+        # 0 times anything but a finite number is not 0, which is known sooner than by `isfinite`.
+        if bool((selected * 0).sum() != 0):
             torch.nan_to_num(self.c, 0.0, 0.0, 0.0, out=self.c)
 
     def give_back(self, positions: Tensor, contribution: Tensor) -> None:
         """Put entries that were sent but not accepted back into memory."""
         contribution = contribution.to(self.c.dtype)
+        if contribution.device.type == "cpu" and not bool(contribution.any()):
+            return  # the usual case, and the places are all over memory
         self.c.index_add_(0, positions, contribution)
         self._sent.append((positions, -contribution))
 
@@ -58,17 +66,18 @@ class Account:
     def settle(self, bad: Tensor) -> None:
         """Apply the step's verdict: if it is bad everything sent returns, otherwise the banked rounding is kept.
 
-        Again with a good step that is discarded after all: a verdict can turn bad, never good. Predicated on the
-        device, because reading `bad` would make the host wait.
+        Again with a good step that is discarded after all: a verdict can turn bad, never good. Predicated on an
+        accelerator, because reading `bad` would make the host wait.
         """
         nothing = torch.zeros((), dtype=self.c.dtype, device=self.c.device)
         turned = bad if self._verdict is None else bad & ~self._verdict
         if self._rounding is not None:
             kept = self._rounding if self._verdict is None else -self._rounding
             self.c += torch.where(bad if self._verdict is None else ~turned, nothing, kept)
-        # Backwards, so that every sum on the way is one that c has held before: exact, whatever was given back.
-        for positions, contribution in reversed(self._sent):
-            self.c.index_add_(0, positions, torch.where(turned, contribution, nothing))
+        if turned.device.type != "cpu" or bool(turned):
+            # Backwards, so that every sum on the way is one that c has held before: exact, whatever was given back.
+            for positions, contribution in reversed(self._sent):
+                self.c.index_add_(0, positions, torch.where(turned, contribution, nothing))
         self._verdict = bad
 
     def accepted(self) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.kernels.exact_topk import exact_topk
 from thinwire.kernels.topk import row_topk
 from thinwire.layout import Slot
-from thinwire.select.base import Picks, Selector, SlotPicks, picks_at
+from thinwire.select.base import Picks, Selector, SlotPicks
 from thinwire.select.rows import WHOLE_TENSOR, Axis, RowTable, SlotRows, resolve_axis, rows_along
 from thinwire.validate import check_axis, check_density
 
@@ -22,7 +22,8 @@ class ExactTopK(Selector):
     """The `keep` largest magnitudes of every row, ties to the lowest index."""
 
     def pick(self, c: Tensor, table: RowTable) -> Picks:
-        return picks_at(c, table, exact_topk(c, table))
+        indices, values = exact_topk(c, table)
+        return Picks(values, indices)
 
     def pick_slot(self, c: Tensor, rows: SlotRows) -> SlotPicks:
         return SlotPicks(row_topk(rows.matrix(c), rows.keep))
