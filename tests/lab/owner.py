@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
 from thinwire.lab import Lab, LabSpec
+
+# A shell starts what runs in the background with this signal ignored, and so would be everything below it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with Lab(LabSpec(hosts=2, rate="100mbit")) as lab:
     print(lab.name, flush=True)
