@@ -138,6 +138,15 @@ static __device__ __forceinline__ int lanes_before(u32 ballot, int lane) {
     return __popc(ballot & ((1u << lane) - 1));
 }
 
+// Inclusive sum over the lanes up to this one.
+static __device__ __forceinline__ int sum_upto(int x, int lane) {
+    for (int step = 1; step < 32; step <<= 1) {
+        int other = __shfl_up_sync(EVERY_LANE, x, step);
+        if (lane >= step) x += other;
+    }
+    return x;
+}
+
 // One compensated element; what is not finite counts as no gradient and is reported.
 static __device__ __forceinline__ float compensate(Gradient raw, float held, float ratio, bool& had, bool& bad) {
     float gradient = to_float(raw);

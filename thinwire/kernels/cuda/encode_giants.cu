@@ -49,15 +49,6 @@ static __device__ __forceinline__ int bin_of(int bits, int base, int shift) {
 
 static __device__ __forceinline__ int magnitude(float x) { return __float_as_int(x) & 0x7fffffff; }
 
-// Inclusive sum over the lanes up to this one.
-static __device__ __forceinline__ int sum_upto(int x, int lane) {
-    for (int step = 1; step < 32; step <<= 1) {
-        int other = __shfl_up_sync(EVERY_LANE, x, step);
-        if (lane >= step) x += other;
-    }
-    return x;
-}
-
 // Inclusive sum over the threads of a block up to this one; `words` has one place per warp.
 static __device__ __forceinline__ int block_sum_upto(int x, int* words, int& total) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, warps = blockDim.x / 32;

@@ -67,11 +67,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void encode_tiles(
             for (int top = BINS - 32; top >= 0; top -= 32) {
                 const int bin = top + 31 - lane;
                 const int here = (int)histogram[f * BINS + bin];
-                int upto = here;
-                for (int step = 1; step < 32; step <<= 1) {
-                    int other = __shfl_up_sync(EVERY_LANE, upto, step);
-                    if (lane >= step) upto += other;
-                }
+                const int upto = sum_upto(here, lane);
                 const u32 passed = __ballot_sync(EVERY_LANE, taken + upto >= keep);
                 if (passed) {
                     if (lane == __ffs(passed) - 1) {
@@ -123,21 +119,13 @@ extern "C" __global__ __launch_bounds__(THREADS) void encode_tiles(
                     const int bit = __ffs(look) - 1;
                     if (fabsf(left[(i64)((first + lane) * 32 + bit) * mine.stride]) == at_least) ties |= 1u << bit;
                 }
-                int upto = __popc(ties);
-                for (int step = 1; step < 32; step <<= 1) {
-                    int other = __shfl_up_sync(EVERY_LANE, upto, step);
-                    if (lane >= step) upto += other;
-                }
+                const int upto = sum_upto(__popc(ties), lane);
                 int earlier = upto - __popc(ties);
                 for (u32 look = ties; look; look &= look - 1, ++earlier)
                     if (earlier >= wanted_ties) rest &= ~(look & (~look + 1));
                 wanted_ties -= min(wanted_ties, __shfl_sync(EVERY_LANE, upto, 31));
             }
-            int upto = __popc(rest);
-            for (int step = 1; step < 32; step <<= 1) {
-                int other = __shfl_up_sync(EVERY_LANE, upto, step);
-                if (lane >= step) upto += other;
-            }
+            const int upto = sum_upto(__popc(rest), lane);
             int next = place + upto - __popc(rest);
             for (; rest; rest &= rest - 1) {
                 const int index = (first + lane) * 32 + __ffs(rest) - 1;

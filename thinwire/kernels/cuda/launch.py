@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 COMMON = "common.cuh"
+INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 OLDEST_CAPABILITY = (7, 0)
 PLAIN_SHARED_BYTES = 48 << 10
 """What a block may have without asking."""
@@ -44,9 +46,11 @@ class Compiler(Protocol):
 
 
 def source_of(file: str, defines: Defines) -> str:
-    """The complete text of one source file with its settings."""
+    """The complete text of one source file with its settings and what it includes from beside it."""
     settings = "".join(f"#define {name} {value}\n" for name, value in defines)
-    return settings + (SOURCES / COMMON).read_text() + (SOURCES / file).read_text()
+    path = SOURCES / file
+    text = INCLUDE.sub(lambda found: (path.parent / found[1]).read_text(), path.read_text())
+    return settings + (SOURCES / COMMON).read_text() + text
 
 
 @functools.cache
