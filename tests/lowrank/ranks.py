@@ -20,12 +20,10 @@ from thinwire.layout import (
     contiguous_strides,
     kind_from_shape,
 )
+from thinwire.lowrank.method import LowRankMethod
 from thinwire.memory.base import add_gradients
-from thinwire.methods.base import Method
 from thinwire.observe.ledger import Ledger
 from thinwire.plan.groups import Group
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def describe(
@@ -47,12 +45,13 @@ class Ranks:
 
     def __init__(
         self,
-        method: Method,
+        method: LowRankMethod,
         infos: Sequence[ParameterInfo],
         world: int,
         deterministic: bool = False,
     ) -> None:
         self.world = world
+        self.per_host = method.per_host
         self.infos = list(infos)
         self.deterministic = deterministic
         self.compressors = [method.compressor() for _ in range(world)]
@@ -62,7 +61,7 @@ class Ranks:
         self.count = 0
         self.fused_steps = 0
         """How often a rank was served by kernels."""
-        self.ledger = Ledger(world)
+        self.ledgers = [Ledger(world) for _ in range(world)]
         self.regroup(self.infos)
 
     def regroup(self, infos: Sequence[ParameterInfo]) -> None:
@@ -81,7 +80,8 @@ class Ranks:
     ) -> tuple[dict[str, Tensor], Outcome]:
         """One exchange; `gradients` per rank. Returns the update by name; all ranks must agree on its bits."""
         self.opened = [self._open(rank, gradients[rank]) for rank in range(self.world)]
-        outcomes = run_virtual([o.program for o in self.opened], self.ledger)
+        programs = [o.program for o in self.opened]
+        outcomes = run_virtual(programs, self.ledgers, per_host=self.per_host)
         outcomes = [self._in_group(rank, one) for rank, one in enumerate(outcomes)]
         self.count += 1
         for outcome in outcomes[1:]:
@@ -132,6 +132,11 @@ class Ranks:
         for slot, piece in zip(group.slots, group.pieces(outcome.update), strict=True):
             slot.span(update).copy_(piece)
         return replace(outcome, update=update)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What rank 0 sent."""
+        return self.ledgers[0]
 
     def residual(self, rank: int, name: str) -> Tensor:
         memory = self.compressors[rank].memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,13 +115,13 @@ def test_full_rank_loses_nothing(shape):
 
 
 @each_method
-def test_a_layer_whose_first_gradient_is_zero_revives(method):
+def test_a_layer_whose_first_gradient_is_zero_revives(method, world=2):
     infos = [describe("w", (24, 40), F32), describe("busy", (24, 40), F32)]
-    ranks = Ranks(method, infos, 2)
+    ranks = Ranks(method, infos, world)
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(n, 1, generator=generator) for n in (24, 40))
     for step in range(12):
-        gradients = random_gradients(infos, 2, step)
+        gradients = random_gradients(infos, world, step)
         for one in gradients:
             one["w"] = torch.zeros(24, 40) if step < 2 else left @ right.T
         update, _ = ranks.step(gradients)
@@ -172,13 +173,13 @@ def test_a_single_column_is_normalised_per_matrix(how):
 
 
 @each_method
-def test_a_bad_step_leaves_every_bit(method):
-    ranks = Ranks(method, INFOS, 3)
+def test_a_bad_step_leaves_every_bit(method, world=3):
+    ranks = Ranks(method, INFOS, world)
     for step in range(3):
-        ranks.step(random_gradients(INFOS, 3, step))
+        ranks.step(random_gradients(INFOS, world, step))
     names = [info.name for info in INFOS]
     before = ranks.compressors[0].state_dict(names)
-    gradients = random_gradients(INFOS, 3, 3)
+    gradients = random_gradients(INFOS, world, 3)
     gradients[1]["conv"][0, 0, 0, 0] = float("inf")
     _, outcome = ranks.step(gradients)
     assert bool(outcome.non_finite)
@@ -187,17 +188,17 @@ def test_a_bad_step_leaves_every_bit(method):
     after = ranks.compressors[0].state_dict(names)
     for name, side in itertools.product(names, before["w1"]):
         assert torch.equal(before[name][side], after[name][side])
-    _, outcome = ranks.step(random_gradients(INFOS, 3, 4))
+    _, outcome = ranks.step(random_gradients(INFOS, world, 4))
     assert not bool(outcome.non_finite)
 
 
 @each_method
-def test_a_step_can_be_discarded_after_memory_was_read(method):
-    ranks = Ranks(method, INFOS, 2)
-    ranks.step(random_gradients(INFOS, 2, 0))
+def test_a_step_can_be_discarded_after_memory_was_read(method, world=2):
+    ranks = Ranks(method, INFOS, world)
+    ranks.step(random_gradients(INFOS, world, 0))
     names = [info.name for info in INFOS]
     before = ranks.compressors[1].state_dict(names)
-    ranks.step(random_gradients(INFOS, 2, 1))
+    ranks.step(random_gradients(INFOS, world, 1))
     for one, c in zip(ranks.opened, ranks.c, strict=True):
         one.account.settle(torch.tensor(True))
         assert torch.allclose(one.account.c, c, rtol=0, atol=4e-6)
@@ -207,48 +208,48 @@ def test_a_step_can_be_discarded_after_memory_was_read(method):
 
 
 @pytest.mark.parametrize("method", [PowerSGD(rank=2), ACPSGD(rank=2)], ids=str)
-def test_an_overflow_is_a_bad_step_and_does_not_stay(method):
+def test_an_overflow_is_a_bad_step_and_does_not_stay(method, world=2):
     infos = [describe("w", (24, 40), F32)]
-    ranks = Ranks(method, infos, 2)
-    huge = [{"w": torch.full((24, 40), 3e38)} for _ in range(2)]
+    ranks = Ranks(method, infos, world)
+    huge = [{"w": torch.full((24, 40), 3e38)} for _ in range(world)]
     ranks.step(huge)
     _, outcome = ranks.step(huge)
     assert bool(outcome.non_finite)
-    assert all(torch.isfinite(ranks.residual(rank, "w")).all() for rank in range(2))
+    assert all(torch.isfinite(ranks.residual(rank, "w")).all() for rank in range(world))
 
 
 @each_method
-def test_an_unused_parameter_keeps_what_it_holds(method):
-    ranks = Ranks(method, INFOS, 3)
+def test_an_unused_parameter_keeps_what_it_holds(method, world=3):
+    ranks = Ranks(method, INFOS, world)
     for step in range(4):
-        ranks.step(random_gradients(INFOS, 3, step))
-    held = [ranks.residual(rank, "w1") for rank in range(3)]
+        ranks.step(random_gradients(INFOS, world, step))
+    held = [ranks.residual(rank, "w1") for rank in range(world)]
     basis = ranks.compressors[0].state_dict(["w1"])["w1"]
-    gradients = random_gradients(INFOS, 3, 4)
+    gradients = random_gradients(INFOS, world, 4)
     for one in gradients:
         one["w1"].zero_()
     update, _ = ranks.step(gradients)
     assert not update["w1"].any()
-    for rank in range(3):
+    for rank in range(world):
         assert torch.equal(ranks.residual(rank, "w1"), held[rank])
     for side, kept in ranks.compressors[0].state_dict(["w1"])["w1"].items():
         assert torch.equal(kept, basis[side])
     # Used on one rank only is used.
-    gradients = random_gradients(INFOS, 3, 5)
+    gradients = random_gradients(INFOS, world, 5)
     gradients[0]["w1"].zero_()
     update, _ = ranks.step(gradients)
     assert update["w1"].any()
 
 
 @pytest.mark.parametrize("method", [PowerSGD(rank=4), ACPSGD(rank=4), ACPSGD(rank=1)], ids=str)
-def test_another_bucketing_gives_the_same_bits_when_deterministic(method):
-    setting = type(method)(rank=method.rank, dense_fallback=False)
-    whole = Ranks(setting, INFOS, 3, deterministic=True)
-    parts = [Ranks(setting, part, 3, deterministic=True) for part in (INFOS[:2], INFOS[2:])]
+def test_another_bucketing_gives_the_same_bits_when_deterministic(method, world=3):
+    setting = replace(method, dense_fallback=False)
+    whole = Ranks(setting, INFOS, world, deterministic=True)
+    parts = [Ranks(setting, part, world, deterministic=True) for part in (INFOS[:2], INFOS[2:])]
     for step in range(8):
         if step == 4:
             whole.regroup(INFOS[::-1])
-        gradients = random_gradients(INFOS, 3, step)
+        gradients = random_gradients(INFOS, world, step)
         update, _ = whole.step(gradients)
         for part in parts:
             own, _ = part.step(gradients)

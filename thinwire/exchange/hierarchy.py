@@ -100,9 +100,9 @@ class Hierarchical(Exchange):
         return self.outer.entry_bits(value_bits, index_bits, hosts) / self.local
 
 
-def join_hosts(network: Network, exchanges: Iterable[Exchange]) -> None:
-    """Make the groups that the exchanges of a plan need; every rank calls it with the same plan."""
-    sizes = {e.local for e in exchanges if isinstance(e, Hierarchical)}
+def join_hosts(network: Network, host_sizes: Iterable[int]) -> None:
+    """Make the groups that the methods of a plan need; every rank calls it with the same sizes."""
+    sizes = set(host_sizes)
     if len(sizes) > 1:
         raise UsageError(f"per_host is {sorted(sizes)} in one plan; it must be the same everywhere")
     for per_host in sizes:

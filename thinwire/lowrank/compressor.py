@@ -19,6 +19,7 @@ from thinwire.lowrank.account import LowRankAccount
 from thinwire.lowrank.batches import MatrixBatch, make_batches
 from thinwire.lowrank.cuda.group import GroupKernels
 from thinwire.lowrank.cuda.products import ALIGNMENT, KernelProducts, can_multiply
+from thinwire.lowrank.hosts import HostSum
 from thinwire.lowrank.layout import FactorLayout
 from thinwire.lowrank.matrices import Matrices, matrices_of
 from thinwire.lowrank.memory import LowRankMemory
@@ -57,7 +58,7 @@ class Round:
     table: Table
     account: LowRankAccount
     products: Products
-    sum: FactorSum
+    sum: FactorSum | HostSum
     counts: dict[str, int]
     """How often each parameter has been exchanged before."""
 
@@ -68,9 +69,10 @@ class LowRankCompressor(Compressor):
     sides: tuple[str, ...] = ()
     """Which bases survive a step."""
 
-    def __init__(self, rank: int, wire: str) -> None:
+    def __init__(self, rank: int, wire: str, per_host: int | None) -> None:
         self.rank = rank
         self.wire = wire
+        self.per_host = per_host
         self.memory: LowRankMemory = LowRankMemory(rank)
         self._infos: dict[str, ParameterInfo] = {}
         self._device = torch.device("cpu")
@@ -135,17 +137,22 @@ class LowRankCompressor(Compressor):
         place: Place,
         deterministic: bool,
     ) -> Opened:
-        narrow = self.wire == "bf16"
         now = Round(
             table,
             products.account,
             products,
-            FactorSum(place, deterministic, narrow),
+            self._sum(place, deterministic),
             dict(zip((slot.name for slot in group.slots), steps, strict=True)),
         )
-        itemsize = torch.bfloat16.itemsize if narrow else group.dtype.itemsize
-        sent = slot_bytes(table.entries, itemsize, place)
+        sent = slot_bytes(table.entries, now.sum.bytes_per_number(group.dtype))
         return Opened(begin_now(self.run(now)), now.account, sent, table.entries)
+
+    def _sum(self, place: Place, deterministic: bool) -> FactorSum | HostSum:
+        narrow = self.wire == "bf16"
+        if self.per_host is None or self.per_host == 1:
+            return FactorSum(place, deterministic, narrow)
+        assert place.world % self.per_host == 0, "the groups inside and between hosts need that too"
+        return HostSum(place, self.per_host, deterministic, narrow)
 
     def layout(self, now: Round, sides: Sequence[str]) -> FactorLayout:
         return now.table.layout(sides, self.memory, now.account.c)
@@ -204,7 +211,6 @@ def _matrices(slot: Slot) -> Matrices:
     return shape
 
 
-def slot_bytes(entries: Sequence[int], itemsize: int, place: Place) -> list[float]:
-    """Per slot: its factors and its flag, and an even share of the group's own flag, at the cost of an all-reduce."""
-    share = 2 * (place.world - 1) / place.world * itemsize
-    return [share * (count + 1 + 1 / len(entries)) for count in entries]
+def slot_bytes(entries: Sequence[int], bytes_per_number: float) -> list[float]:
+    """Per slot: its factors and its flag, and an even share of the group's own flag."""
+    return [bytes_per_number * (count + 1 + 1 / len(entries)) for count in entries]

@@ -26,6 +26,9 @@ class LowRankMethod(Method):
     Factors of float64 gradients travel in float64 under "fp32"."""
     dense_fallback: bool = True
     """Whether a parameter that would not pay may go dense."""
+    per_host: int | None = None
+    """Ranks per host, to sum factors inside each host first and between hosts once per host; None = over all ranks at
+    once. Ranks of a host must be neighbours: host = rank // per_host, as torchrun numbers them."""
 
     factors_per_step: ClassVar[int] = 2
     """Of the two factors, how many travel in one step."""
@@ -35,6 +38,12 @@ class LowRankMethod(Method):
         check_positive_number("min_compression_rate", self.min_compression_rate)
         check_choice("wire", self.wire, tuple(WIRE_BITS))
         check_bool("dense_fallback", self.dense_fallback)
+        if self.per_host is not None:
+            check_positive_int("per_host", self.per_host)
+
+    @property
+    def host_sizes(self) -> frozenset[int]:
+        return frozenset() if self.per_host is None else frozenset({self.per_host}) - {1}
 
     def compression_rate(self, slot: Slot, dense_bits: int) -> float | None:
         """Dense bytes / bytes of the factors, averaged over steps; None if the slot is no matrix."""

@@ -29,6 +29,11 @@ class FactorSum:
     narrow: bool
     """bfloat16 on the wire instead of the buffer's own dtype."""
 
+    def bytes_per_number(self, dtype: torch.dtype) -> float:
+        """What a rank sends for each number of a buffer of that dtype: the cost of an all-reduce."""
+        itemsize = torch.bfloat16.itemsize if self.narrow else dtype.itemsize
+        return 2 * (self.place.world - 1) / self.place.world * itemsize
+
     def run(
         self, buffer: Tensor, phase: str, control: int = 0, *, with_part: bool = True
     ) -> Program[Summed]:

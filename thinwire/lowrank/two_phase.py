@@ -30,8 +30,10 @@ class TwoPhaseCompressor(LowRankCompressor):
 
     sides = ("q",)
 
-    def __init__(self, rank: int, wire: str, refresh_every: int | None) -> None:
-        super().__init__(rank, wire)
+    def __init__(
+        self, rank: int, wire: str, per_host: int | None, refresh_every: int | None
+    ) -> None:
+        super().__init__(rank, wire, per_host)
         self.refresh_every = refresh_every
 
     def mode(self, name: str, count: int) -> Hashable:

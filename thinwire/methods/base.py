@@ -11,6 +11,7 @@ from thinwire.compressor import Compressor, DenseCompressor, SparseCompressor
 from thinwire.errors import UsageError
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.gather import AllGatherFast
+from thinwire.exchange.hierarchy import Hierarchical
 from thinwire.layout import Slot
 from thinwire.memory.base import Memory
 from thinwire.memory.clip import Clip
@@ -37,6 +38,11 @@ class Method(ABC):
     def host_sync_free(self) -> bool:
         """Whether a step on an accelerator never makes the host wait."""
         return True
+
+    @property
+    def host_sizes(self) -> frozenset[int]:
+        """Ranks per host, where it asks for something inside or between hosts; empty where hosts are all the same to it."""
+        return frozenset()
 
     @property
     def owns_momentum(self) -> bool:
@@ -139,6 +145,11 @@ class SparseMethod(Method):
     @property
     def host_sync_free(self) -> bool:
         return self.exchange.host_sync_free
+
+    @property
+    def host_sizes(self) -> frozenset[int]:
+        exchange = self.exchange
+        return frozenset({exchange.local} if isinstance(exchange, Hierarchical) else ())
 
     @abstractmethod
     def selector(self) -> Selector: ...

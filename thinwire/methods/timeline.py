@@ -43,6 +43,10 @@ class Timeline(Method):
         return all(method.host_sync_free for _, method in self.phases)
 
     @property
+    def host_sizes(self) -> frozenset[int]:
+        return frozenset().union(*(method.host_sizes for _, method in self.phases))
+
+    @property
     def owns_momentum(self) -> bool:
         return any(method.owns_momentum for _, method in self.phases)
 
