@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.futures import Future
 
 import thinwire as tw
 from tests.contracts.cluster import SHAPES, Cluster, Collector
@@ -23,14 +24,14 @@ def sends(value: float):
 
 def test_small_programs_wait_for_each_other_and_large_ones_do_not():
     driver = Collector(Place(0, 1))
-    convoy = Convoy(driver, torch.device("cpu"), worth_sending=100)
-    convoy.add(sends(1.0), 60)
+    convoy = Convoy(driver, worth_sending=100)
+    convoy.add(sends(1.0), 60, Future())
     assert not driver.programs
-    convoy.add(sends(2.0), 50)
+    convoy.add(sends(2.0), 50, Future())
     assert len(driver.programs) == 1
-    convoy.add(sends(3.0), 100)
+    convoy.add(sends(3.0), 100, Future())
     assert len(driver.programs) == 2
-    convoy.add(sends(4.0), 1)
+    convoy.add(sends(4.0), 1, Future())
     convoy.leave()
     assert len(driver.programs) == 3
     convoy.leave()
@@ -95,13 +96,15 @@ def test_the_same_bits_in_fewer_collectives(method):
 
 def test_an_error_reaches_everybody_who_travels():
     class Broken(Collector):
-        def start(self, program):
-            future: torch.futures.Future = torch.futures.Future()
+        def start(self, program, future=None):
+            future = Future() if future is None else future
             future.set_exception(ExchangeError("the link is down"))
             return future
 
-    convoy = Convoy(Broken(Place(0, 1)), torch.device("cpu"), worth_sending=100)
-    futures = [convoy.add(sends(1.0), 10) for _ in range(2)]
+    convoy = Convoy(Broken(Place(0, 1)), worth_sending=100)
+    futures: list[Future] = [Future(), Future()]
+    for future in futures:
+        convoy.add(sends(1.0), 10, future)
     convoy.leave()
     for future in futures:
         with pytest.raises(ExchangeError, match="the link is down"):

@@ -7,9 +7,9 @@ something to send, and then run side by side: what they ask for in the same roun
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.futures import Future
 
@@ -32,42 +32,42 @@ class Convoy:
     on all ranks.
     """
 
-    def __init__(self, driver: Driver, device: torch.device, worth_sending: int) -> None:
+    def __init__(self, driver: Driver, worth_sending: int) -> None:
         self.driver = driver
         self.worth_sending = worth_sending
-        self._device = device
         self._waiting: list[Passenger] = []
         self._nbytes = 0.0
 
-    def add(self, program: Program[Tensor], nbytes: float) -> Future[Tensor]:
-        """The program's result, some time after enough others have come or `leave` was called."""
+    def add(self, program: Program[Tensor], nbytes: float, future: Future[Tensor]) -> None:
+        """`future` gets the program's result, some time after enough others have come or `leave` was called."""
         if nbytes >= self.worth_sending and not self._waiting:
-            return self.driver.start(program)
-        on_device: list[int | str | torch.device] = (
-            [self._device] if self._device.type == "cuda" else []
-        )
-        passenger = Passenger(program, Future(devices=on_device))
-        self._waiting.append(passenger)
+            self.driver.start(program, future)
+            return
+        self._waiting.append(Passenger(program, future))
         self._nbytes += nbytes
         if self._nbytes >= self.worth_sending:
             self.leave()
-        return passenger.future
 
     def leave(self) -> None:
         """Start everything that waits."""
         if not self._waiting:
             return
         passengers, self._waiting, self._nbytes = self._waiting, [], 0.0
-        journey: Program[list[Tensor]] = fuse_requests(together([p.program for p in passengers]))
 
-        def arrive(done: Future[list[Tensor]]) -> None:
+        def break_off(done: Future[None]) -> None:
             try:
-                results = done.value()
+                done.value()
             except Exception as error:
                 for passenger in passengers:
-                    fail(passenger.future, error)
-                return
-            for passenger, result in zip(passengers, results, strict=True):
-                passenger.future.set_result(result)
+                    if not passenger.future.done():
+                        fail(passenger.future, error)
 
-        self.driver.start(journey).add_done_callback(arrive)
+        self.driver.start(_travel(passengers)).add_done_callback(break_off)
+
+
+def _travel(passengers: Sequence[Passenger]) -> Program[None]:
+    """Futures are fulfilled in here, where the driver's stream is the current one."""
+    programs = [passenger.program for passenger in passengers]
+    results: list[Tensor] = yield from fuse_requests(together(programs))
+    for passenger, result in zip(passengers, results, strict=True):
+        passenger.future.set_result(result)

@@ -19,7 +19,7 @@ from thinwire.exchange.drivers import Driver, StreamDriver, ThreadDriver
 from thinwire.exchange.hierarchy import join_hosts
 from thinwire.exchange.network import Network, agree, private_group
 from thinwire.layout import ParameterInfo, Shard
-from thinwire.methods.base import Method, SparseMethod
+from thinwire.methods.base import Method
 from thinwire.observe.ledger import Ledger
 from thinwire.observe.stats import Stats, Tally
 from thinwire.optim import Takeover
@@ -255,10 +255,13 @@ class Handle:
         agree(self._network_group, settings)
 
     def _join_hosts(self) -> None:
-        """Groups inside and between hosts, for the exchanges that want them."""
-        methods = [self._method, *(rule.method for rule in self._policy)]
-        exchanges = [m.exchange for m in methods if isinstance(m, SparseMethod)]
-        join_hosts(self._network, exchanges)
+        """Groups inside and between hosts, for the methods that want them."""
+        join_hosts(self._network, self._host_sizes())
+
+    def _host_sizes(self) -> set[int]:
+        """What all methods that may come to work say of their hosts."""
+        methods = [self._method, *(rule.method for rule in self._policy if rule.method is not None)]
+        return {size for method in methods for size in method.host_sizes}
 
     def _refuse_if_closed(self) -> None:
         if self.closed:
@@ -277,10 +280,11 @@ def check_settings(method: Any, policy: Any, deterministic: Any) -> None:
 def make_driver(
     process_group: dist.ProcessGroup, device: torch.device
 ) -> tuple[ThreadDriver | StreamDriver, Ledger]:
-    """The driver that fits the device: side streams for CUDA, an ordered thread with its own group otherwise."""
+    """The driver that fits the device: side streams for CUDA, blocking collectives otherwise; both have a thread, with a group
+    of its own."""
     ledger = Ledger(dist.get_world_size(process_group))
     if device.type == "cuda":
-        return StreamDriver(Network(process_group, ledger), device), ledger
+        return StreamDriver(Network(private_group(process_group, device), ledger), device), ledger
     return ThreadDriver(Network(private_group(process_group), ledger)), ledger
 
 

@@ -78,7 +78,7 @@ class Pipeline:
         worth_sending: int = 0,
     ) -> None:
         self.driver = driver
-        self.convoy = Convoy(driver, device, worth_sending)
+        self.convoy = Convoy(driver, worth_sending)
         """Buckets leave as soon as together they have `worth_sending` bytes; an adapter that sets it says when the last has come."""
         self.replan = replan
         """The plan of a step where it differs from the one in force."""
@@ -94,18 +94,27 @@ class Pipeline:
 
     # -- one bucket -------------------------------------------------------------------------------------------
 
+    def reduce(self, bucket: Bucket, *, last: bool = False) -> Future[Tensor]:
+        """Start the exchange of one bucket; the future's value is `bucket.flat` holding the update.
+
+        With the `last` bucket of a step everything that waits for company leaves.
+        """
+        future = self.driver.new_future()
+        self.driver.hand_over(lambda: self._reduce(bucket, future, last))
+        return future
+
     @torch.no_grad()
-    def reduce(self, bucket: Bucket) -> Future[Tensor]:
-        """Start the exchange of one bucket; the future's value is `bucket.flat` holding the update."""
+    def _reduce(self, bucket: Bucket, future: Future[Tensor], last: bool) -> None:
         try:
             with station(ENCODE):
                 program, nbytes = self._open(bucket)
         except Exception as error:
             # Raised here it would leave DDP's reducer unusable; through the future it ends backward().
-            failed: Future[Tensor] = Future()
-            fail(failed, error)
-            return failed
-        return self.convoy.add(program, nbytes)
+            fail(future, error)
+        else:
+            self.convoy.add(program, nbytes, future)
+        if last:
+            self.convoy.leave()
 
     def _open(self, bucket: Bucket) -> tuple[Program[Tensor], float]:
         """(what is left to do, bytes this rank sends in it)."""
@@ -198,8 +207,11 @@ class Pipeline:
             methods = {
                 slot.name: self.roster.assignments[slot.name].plan.method for slot in group.slots
             }
-            if type(account) in (Account, FusedAccount) and all(
-                isinstance(m, SparseMethod) for m in methods.values()
+            # A narrow memory that rests no longer holds what was compensated.
+            if (
+                type(account) in (Account, FusedAccount)
+                and account.c.numel()
+                and all(isinstance(m, SparseMethod) for m in methods.values())
             ):
                 found |= dimension_stats(self.step, group, account, methods)
         return found

@@ -45,9 +45,11 @@ class Collector(Driver):
         self.place = place
         self.programs: list[Program[Tensor]] = []
 
-    def start(self, program: Program[Tensor]) -> Future[Tensor]:
+    def start(
+        self, program: Program[Tensor], future: Future[Tensor] | None = None
+    ) -> Future[Tensor]:
         self.programs.append(program)
-        return Future()
+        return self.new_future() if future is None else future
 
     def close(self) -> None: ...
 

@@ -151,8 +151,16 @@ class WatchedDriver(Driver):
         self.place = driver.place
         self.inspector = inspector
 
-    def start(self, program: Program[Tensor]) -> Future[Tensor]:
-        return self.driver.start(self.inspector.watched(program))
+    def new_future(self) -> Future[Tensor]:
+        return self.driver.new_future()
+
+    def hand_over(self, job: Callable[[], None]) -> None:
+        self.driver.hand_over(job)
+
+    def start(
+        self, program: Program[Tensor], future: Future[Tensor] | None = None
+    ) -> Future[Tensor]:
+        return self.driver.start(self.inspector.watched(program), future)
 
     def close(self) -> None:
         self.driver.close()

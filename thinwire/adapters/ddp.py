@@ -118,10 +118,7 @@ class Socket:
             return failed
         if self._watch is not None and self._watch.exchange_begins():
             self._watch = None
-        future = self.handle.pipeline.reduce(Bucket(layout, bucket.buffer()))
-        if bucket.is_last():
-            self.handle.pipeline.convoy.leave()
-        return future
+        return self.handle.pipeline.reduce(Bucket(layout, bucket.buffer()), last=bucket.is_last())
 
     def _layout(self, bucket: dist.GradBucket) -> BucketLayout:
         parameters = bucket.parameters()

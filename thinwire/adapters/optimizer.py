@@ -283,9 +283,8 @@ class BackwardPass:
 
     def _start(self, handle: Handle) -> None:
         bucket = self.buffers[len(self._futures)].bucket
-        self._futures.append(handle.pipeline.reduce(bucket))
-        if len(self._futures) == len(self.buffers):
-            handle.pipeline.convoy.leave()
+        last = len(self._futures) + 1 == len(self.buffers)
+        self._futures.append(handle.pipeline.reduce(bucket, last=last))
 
 
 def _describe(

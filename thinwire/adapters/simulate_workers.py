@@ -18,7 +18,7 @@ from thinwire.exchange.network import Network
 from thinwire.exchange.requests import Place, Program
 from thinwire.handle import Handle
 from thinwire.layout import Bucket, ParameterInfo
-from thinwire.methods.base import Method, SparseMethod
+from thinwire.methods.base import Method
 from thinwire.observe.ledger import Ledger
 from thinwire.optim import Takeover
 from thinwire.plan.policy import Rule
@@ -34,9 +34,11 @@ class Seat(Driver):
         self.place = place
         self._program: Program[Tensor] | None = None
 
-    def start(self, program: Program[Tensor]) -> Future[Tensor]:
+    def start(
+        self, program: Program[Tensor], future: Future[Tensor] | None = None
+    ) -> Future[Tensor]:
         self._program = program
-        return Future()
+        return self.new_future() if future is None else future
 
     def take(self) -> Program[Tensor] | None:
         program, self._program = self._program, None
@@ -116,9 +118,7 @@ class WorkerHandle(Handle):
     def _agree(self, method: Method, policy: Sequence[Rule]) -> None: ...
 
     def _join_hosts(self) -> None:
-        methods = [self._method, *(rule.method for rule in self._policy)]
-        exchanges = [m.exchange for m in methods if isinstance(m, SparseMethod)]
-        join_hosts(cast(Network, self._seats), exchanges)
+        join_hosts(cast(Network, self._seats), self._host_sizes())
 
 
 class GradientStack:

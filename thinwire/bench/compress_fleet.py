@@ -49,12 +49,14 @@ class Collector(Driver):
         self.place = place
         self.running: list[Running] = []
 
-    def start(self, program: Program[Tensor]) -> Future[Tensor]:
+    def start(
+        self, program: Program[Tensor], future: Future[Tensor] | None = None
+    ) -> Future[Tensor]:
         try:
             self.running.append(Running(program, begin(program)))
         except StopIteration:
             self.running.append(Running(program, None))
-        return Future()
+        return self.new_future() if future is None else future
 
     def close(self) -> None: ...
 

@@ -2,7 +2,7 @@
 
 ThreadDriver   gloo: one ordered communication thread on its own group (a collective may be neither issued nor
                awaited from a gloo callback)
-StreamDriver   NCCL: everything is enqueued at once, on side streams; the host never waits
+StreamDriver   NCCL: everything is enqueued at once by a thread of its own, on side streams; the host never waits
 run_inline     on the spot, blocking; for synchronous hooks
 run_virtual    all ranks inside one process, for tests, studies and simulated training
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -49,9 +49,20 @@ class Driver(ABC):
 
     place: Place
 
+    def new_future(self) -> Future[Any]:
+        """A future that `start` can fulfil."""
+        return Future()
+
+    def hand_over(self, job: Callable[[], None]) -> None:
+        """Have the host work of a bucket done, behind what the caller's stream holds now; here by the caller, at once.
+
+        Jobs are done in the order they come and must not raise.
+        """
+        job()
+
     @abstractmethod
-    def start(self, program: Program[Any]) -> Future[Any]:
-        """Run the program up to its first request in the caller, the rest in the background.
+    def start(self, program: Program[Any], future: Future[Any] | None = None) -> Future[Any]:
+        """Run the program up to its first request in the caller, the rest in the background; fulfils `future`.
 
         Errors arrive through the future, never as an exception: one inside a DDP hook would wedge the reducer.
         """
@@ -104,8 +115,8 @@ class ThreadDriver(Driver):
         self._thread: threading.Thread | None = None
         self._broken: ExchangeError | None = None
 
-    def start(self, program: Program[Any]) -> Future[Any]:
-        future: Future[Any] = Future()
+    def start(self, program: Program[Any], future: Future[Any] | None = None) -> Future[Any]:
+        future = self.new_future() if future is None else future
         try:
             batch = begin(program)
         except StopIteration as finished:
@@ -153,23 +164,51 @@ class ThreadDriver(Driver):
 class StreamDriver(Driver):
     """Requests, waits and decoding are enqueued on side streams in program order.
 
-    Encoding runs on the caller's stream, behind the gradients it reads. Buckets take turns on a few side streams,
-    so that decoding one does not hold back the next one's collective. What a program made on the caller's stream is kept
-    until the side stream is through with it: the host ends the program long before.
+    The host work of all this is done by a thread of its own: backward's kernels are launched by another one, which would
+    stand still meanwhile, and on a fast GPU the launches are what a step waits for. Encoding has a stream behind the
+    gradients it reads. Buckets take turns on a few side streams, so that decoding one does not hold back the next one's
+    collective. What a program made on the first stream is kept until the side stream is through with it: the host ends
+    the program long before.
+
+    The network's group belongs to the driver and ends with it.
     """
 
     def __init__(self, network: Network, device: torch.device, streams: int = 4) -> None:
         self.network = network
         self.place = network.place
         self.device = device
-        # First in line, so that the network never waits for a decode behind the backward pass.
+        # First in line, so that the network never waits for a few small kernels behind the backward pass.
+        self._encoding = torch.cuda.Stream(device, priority=-1)
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(streams)]
         self._turn = 0
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], torch.cuda.Event] | None]
+        self._jobs = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._held: list[tuple[torch.cuda.Event, Any]] = []
         """What programs held when they changed streams, each with the mark that ends its use."""
 
-    def start(self, program: Program[Any]) -> Future[Any]:
-        future: Future[Any] = Future(devices=[self.device])
+    def new_future(self) -> Future[Any]:
+        return Future(devices=[self.device])
+
+    def hand_over(self, job: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, name="thinwire-exchange", daemon=True
+            )
+            self._thread.start()
+        self._jobs.put((job, torch.cuda.current_stream(self.device).record_event()))
+
+    @torch.no_grad()
+    def _work(self) -> None:
+        torch.cuda.set_device(self.device)
+        with torch.cuda.stream(self._encoding):
+            while (entry := self._jobs.get()) is not None:
+                job, ready = entry
+                self._encoding.wait_event(ready)
+                job()
+
+    def start(self, program: Program[Any], future: Future[Any] | None = None) -> Future[Any]:
+        future = self.new_future() if future is None else future
         try:
             self._run(program, future)
         except Exception as error:
@@ -197,8 +236,13 @@ class StreamDriver(Driver):
                 self._held.append((stream.record_event(), held))
 
     def close(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
         torch.cuda.synchronize(self.device)
         self._held.clear()
+        release_group(self.network.group)
 
 
 def run_virtual(

@@ -136,19 +136,28 @@ def place_in(group: dist.ProcessGroup) -> Place:
     return Place(dist.get_rank(group), dist.get_world_size(group))
 
 
-def private_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second gloo group over the same ranks: requests of two threads on one group could interleave differently
-    on different ranks.
+def private_group(
+    group: dist.ProcessGroup, device: torch.device | None = None
+) -> dist.ProcessGroup:
+    """A second group over the same ranks, gloo or what `group` has for `device`: requests of two threads on one group could
+    interleave differently on different ranks.
 
     Only the members of a subgroup call this, so a subgroup's twin is created by local synchronisation. Torch then
     derives its name from the ranks alone, and a second one after the first was destroyed would read the first one's
     stale addresses; that is why `release_group` leaves such a twin alone.
     """
     ranks = dist.get_process_group_ranks(group)
+    backend = "gloo" if device is None else group._get_backend(device).name()
+    options = None
+    if backend == "nccl":
+        # Its kernels are small and the network waits for them; behind backward's they would queue for milliseconds.
+        # Not in builds without CUDA.
+        options = vars(dist)["ProcessGroupNCCL"].Options(is_high_priority_stream=True)
     return dist.new_group(
         ranks,
-        backend="gloo",
-        timeout=group_timeout(group),
+        backend=backend,
+        timeout=group_timeout(group, device),
+        pg_options=options,
         use_local_synchronization=not _is_everyone(ranks),
         group_desc="thinwire",
     )
@@ -200,10 +209,10 @@ def _is_everyone(ranks: list[int]) -> bool:
     return len(ranks) == dist.get_world_size()
 
 
-def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+def group_timeout(group: dist.ProcessGroup, device: torch.device | None = None) -> timedelta | None:
     """The user's own timeout, so that a dead peer is noticed when they expect it."""
     try:
-        return group._get_backend(torch.device("cpu")).options._timeout
+        return group._get_backend(device or torch.device("cpu")).options._timeout
     except (RuntimeError, AttributeError):
         return None
 
