@@ -17,8 +17,7 @@ from torch import Tensor
 from thinwire.exchange.base import Exchange, Offer, Outcome
 from thinwire.exchange.dense import dense_mean
 from thinwire.exchange.requests import AllReduce, Place, Program
-from thinwire.fused import can_fuse, open_fused
-from thinwire.kernels.cuda.fused import FusedTopK
+from thinwire.fused_threshold import FusedTurns
 from thinwire.layout import ParameterInfo, Shard, Slot
 from thinwire.memory.account import Account
 from thinwire.memory.base import Memory, MemoryState
@@ -176,8 +175,7 @@ class SparseCompressor(Compressor):
         self.indices = indices
         self.exchange = exchange.session()
         self._codecs: dict[tuple[Group, tuple[Hashable, ...]], Codec] = {}
-        self._fused: dict[Codec, FusedTopK | None] = {}
-        """The kernels of each codec, None where there are none."""
+        self._fused = FusedTurns(self.session, self.memory, self.exchange.exchange)
         self._known_shares: dict[Codec, tuple[list[float], list[int] | None]] = {}
 
     def _modes(self, group: Group, steps: Sequence[int]) -> tuple[Hashable, ...]:
@@ -187,19 +185,15 @@ class SparseCompressor(Compressor):
         )
 
     def open_fused(self, step: BucketStep) -> Opened | None:
-        codec = self._codec(step.group, self._modes(step.group, step.steps))
-        if codec not in self._fused:
-            flat = step.bucket_flat
-            fuses = can_fuse(self.session, self.memory, self.exchange.exchange, codec, flat)
-            self._fused[codec] = (
-                FusedTopK(step.group, codec, flat.dtype, step.place.world) if fuses else None
-            )
-        kernels = self._fused[codec]
-        if kernels is None:
+        modes = self._modes(step.group, step.steps)
+        codec = self._codec(step.group, modes)
+        opened = self._fused.open(
+            step.group, codec, modes, step.bucket_flat, step.scale, step.place
+        )
+        if opened is None:
             return None
-        binding = self.memory.stores["residual"].bind(step.group)
-        account, program = open_fused(kernels, binding, step.bucket_flat, step.scale, step.place)
-        return Opened(program, account, *self._shares(codec, step.place))
+        account, program = opened
+        return Opened(program, account, *self._shares(codec, modes, step.place))
 
     def open(self, step: GroupStep) -> Opened:
         modes = self._modes(step.group, step.steps)
@@ -227,12 +221,14 @@ class SparseCompressor(Compressor):
                 self.session.selector.rows(slot, None) for slot in step.group.slots
             ],
         )
-        return Opened(self._run(offer, modes), account, *self._shares(codec, step.place))
+        return Opened(self._run(offer, modes), account, *self._shares(codec, modes, step.place))
 
-    def _shares(self, codec: Codec, place: Place) -> tuple[list[float], list[int] | None]:
+    def _shares(
+        self, codec: Codec, modes: Sequence[Hashable], place: Place
+    ) -> tuple[list[float], list[int] | None]:
         """(bytes, entries where shapes tell them) of every slot; the same in every step."""
         if codec not in self._known_shares:
-            exact = self.session.selector.has_exact_count
+            exact = self.session.selector_in(modes).has_exact_count
             known = exact and not self.exchange.exchange.sums_on_the_way
             entries = [rows.entries for rows in codec.table.rows] if known else None
             self._known_shares[codec] = (self._slot_bytes(codec, place), entries)
@@ -252,9 +248,8 @@ class SparseCompressor(Compressor):
                 self.session.rows(slot, mode) for slot, mode in zip(group.slots, modes, strict=True)
             ]
             table = RowTable(rows, group.numel)
-            self._codecs[key] = Codec(
-                table, self.values, self.indices, self.session.selector.note_words
-            )
+            note_words = self.session.selector_in(modes).note_words
+            self._codecs[key] = Codec(table, self.values, self.indices, note_words)
         return self._codecs[key]
 
     def _slot_bytes(self, codec: Codec, place: Place) -> list[float]:
@@ -273,7 +268,7 @@ class SparseCompressor(Compressor):
         """Drop tables of a bucketing that is gone."""
         for key in [key for key in self._codecs if key[0] is group]:
             codec = self._codecs.pop(key)
-            self._fused.pop(codec, None)
+            self._fused.forget(codec)
             self._known_shares.pop(codec, None)
 
     def state_dict(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:

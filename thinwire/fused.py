@@ -6,6 +6,9 @@ kernels know.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,12 +16,14 @@ from thinwire.exchange import requests
 from thinwire.exchange.base import Exchange, Outcome
 from thinwire.exchange.gather import AllGatherFast
 from thinwire.exchange.requests import Place, Program
-from thinwire.kernels.cuda.fused import FLOAT_CODES, FusedTopK
+from thinwire.kernels.cuda.fused import FLOAT_CODES, Correction, FusedTopK
 from thinwire.kernels.cuda.launch import has_kernels
 from thinwire.memory.account import Account
 from thinwire.memory.base import MemoryState
+from thinwire.memory.momentum import MomentumState
 from thinwire.memory.residual import ResidualState
 from thinwire.memory.store import Binding
+from thinwire.plan.groups import Group
 from thinwire.select.base import Session
 from thinwire.select.topk import ExactTopK
 from thinwire.wire.codec import Codec
@@ -35,9 +40,7 @@ def can_fuse(
     return (
         isinstance(session.selector, ExactTopK)
         and type(session) is Session
-        and isinstance(memory, ResidualState)
-        and (memory.setting.beta, memory.setting.gamma, memory.setting.storage)
-        == (1.0, 1.0, "fp32")
+        and knows_memory(memory)
         and type(exchange) is AllGatherFast
         and isinstance(codec.values, FloatCode)
         and isinstance(codec.indices, FixedWidthCode)
@@ -47,13 +50,48 @@ def can_fuse(
     )
 
 
-class FusedAccount(Account):
-    """What was sent is known by its payload alone; taking it back costs one look at a flag unless it has to be done."""
+def knows_memory(memory: MemoryState) -> bool:
+    match memory:
+        case ResidualState(setting=residual):
+            return (residual.beta, residual.gamma) == (1.0, 1.0)
+        case MomentumState():
+            return True
+    return False
 
-    def __init__(self, c: Tensor, kernels: FusedTopK, payload: Tensor) -> None:
+
+def make_kernels(
+    memory: MemoryState, group: Group, codec: Codec, gradient_dtype: torch.dtype, world: int
+) -> FusedTopK:
+    """The kernels for parts that `can_fuse`."""
+    correction = None
+    if isinstance(memory, MomentumState):
+        setting = memory.setting
+        assert setting.momentum is not None
+        correction = Correction(setting.momentum, bool(setting.nesterov), setting.masking)
+    return FusedTopK(group, codec, gradient_dtype, world, correction)
+
+
+class FusedAccount(Account):
+    """What was sent is known by its payload alone; taking it back costs a look at a flag unless it has to be done.
+
+    A narrow memory is packed as soon as the exchange has ended, and again after what was taken back.
+    """
+
+    def __init__(
+        self,
+        c: Tensor,
+        bindings: Sequence[Binding],
+        kernels: FusedTopK,
+        payload: Tensor,
+        momentum: Sequence[Any] = (),
+    ) -> None:
         super().__init__(c)
+        self.bindings = bindings
+        """Of c and, if there is one, of the momentum."""
         self.kernels = kernels
         self.payload = payload
+        self.momentum = momentum
+        """What the kernels were told of a momentum, if there is one."""
         self.used: Tensor | None = None
         """uint8 [slots], once the headers of all ranks are there."""
 
@@ -61,11 +99,26 @@ class FusedAccount(Account):
         turned = bad if self._verdict is None else bad & ~self._verdict
         # If the exchange broke off, nothing was given back yet.
         used = self.kernels.every_slot if self.used is None else self.used
-        self.kernels.give_back(self.c, self.payload, used, turned, of_used=True)
+        resting = self.c is self.bindings[0].flat
+        flag = turned if resting and self._rounding is None else None
+        if resting:
+            self._take([binding.lift(flag) for binding in self.bindings])
+        self.kernels.give_back(self.c, self.payload, used, turned, True, self.momentum)
         if self._rounding is None:
             self._verdict = bad
         else:
             super().settle(bad)
+        self.rest(flag)
+
+    def rest(self, flag: Tensor | None = None) -> None:
+        for binding, flat in zip(self.bindings, (self.c, *self.momentum[:1]), strict=True):
+            binding.rest(flat, flag)
+        self._take([binding.flat for binding in self.bindings])
+
+    def _take(self, flats: Sequence[Tensor]) -> None:
+        """Go on in these buffers."""
+        self.c = flats[0]
+        self.momentum = [*flats[1:], *self.momentum[1:]]
 
     def accepted(self) -> Tensor:
         codec = self.kernels.codec
@@ -73,16 +126,27 @@ class FusedAccount(Account):
         if self.used is not None:
             taken = self.used[codec.table.entry_slots(values.device).long()].bool()
             values = torch.where(taken, values, 0.0)
-        return torch.zeros_like(self.c).index_add_(0, positions, values.to(self.c.dtype))
+        total = torch.zeros(self.kernels.group.numel, dtype=self.c.dtype, device=values.device)
+        return total.index_add_(0, positions, values.to(total.dtype))
 
 
 def open_fused(
-    kernels: FusedTopK, binding: Binding, bucket_flat: Tensor, scale: Tensor | None, place: Place
+    kernels: FusedTopK,
+    memory: MemoryState,
+    bucket_flat: Tensor,
+    scale: Tensor | None,
+    place: Place,
 ) -> tuple[FusedAccount, Program[Outcome]]:
     """Select and encode now; the program gathers, decodes and delivers."""
-    ratio = binding.retarget(scale)
-    payload = kernels.encode(bucket_flat, binding.flat, ratio)
-    account = FusedAccount(binding.flat, kernels, payload)
+    bindings = [memory.stores["residual"].bind(kernels.group)]
+    momentum: Sequence[Any] = ()
+    if isinstance(memory, MomentumState):
+        u = memory.stores["momentum"].bind(kernels.group)
+        bindings.append(u)
+        momentum = kernels.open_momentum(u.lift(), u.retarget(scale))
+    c = bindings[0].lift()
+    payload = kernels.encode(bucket_flat, c, bindings[0].retarget(scale), momentum)
+    account = FusedAccount(c, bindings, kernels, payload, momentum)
     return account, _exchange(kernels, account, bucket_flat, place)
 
 
@@ -98,7 +162,8 @@ def _exchange(
         (gathered,) = yield (request,)
     used, status = kernels.read_headers(gathered)
     account.used = used
-    kernels.give_back(account.c, account.payload, used, status[1], of_used=False)
+    kernels.give_back(account.c, account.payload, used, status[1], False, account.momentum)
+    account.rest()
     out = bucket_flat
     if not kernels.into_bucket:
         out = torch.zeros(kernels.group.numel, dtype=torch.float32, device=bucket_flat.device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.kernels.test_fused import adtopk, compare
+from tests.kernels.test_fused import adtopk, compare, corrected_rows, dgc
 from thinwire import fused
 from thinwire.kernels import inspection
 from thinwire.kernels.cuda.launch import has_kernels
@@ -83,3 +83,33 @@ def test_value_codes(kernels, values):
 def test_whole_tensors(kernels, density, gradients):
     method = tw.TopK(density=density, dense_fallback=False)
     compare(kernels, method, gradients, shapes=LAYERS, device="cuda")
+
+
+@pytest.mark.parametrize("gradients", [draw, tied])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_of_layers(kernels, nesterov, gradients):
+    method = corrected_rows(0.01, nesterov=nesterov)
+    compare(kernels, method, gradients, shapes=LAYERS, device="cuda", discard=(1,))
+
+
+@pytest.mark.parametrize("gradients", [draw, tied])
+def test_momentum_of_columns(kernels, gradients):
+    method = corrected_rows(0.01, masking=False, axis=0)
+    compare(kernels, method, gradients, shapes=COLUMNS, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("density", [0.001, 0.01])
+def test_momentum_of_whole_tensors(kernels, density, dtype):
+    method = dgc(density, nesterov=True)
+    compare(kernels, method, draw, shapes=LAYERS, device="cuda", dtype=dtype, discard=(1,))
+
+
+def test_momentum_under_a_changing_scale(kernels):
+    current = torch.tensor(1024.0, device="cuda")
+
+    def scaled(cluster, count):
+        current.fill_([1024.0, 2048.0, 512.0][count])
+        return draw(cluster, count)
+
+    compare(kernels, dgc(0.01), scaled, shapes=LAYERS, device="cuda", scale=lambda: current)

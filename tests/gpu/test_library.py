@@ -38,7 +38,8 @@ pytestmark = [
 ]
 
 METHODS = [
-    DGC(memory=MomentumCorrection(0.9, True), clip=Clip(norm=1.0)),
+    DGC(memory=MomentumCorrection(0.9, True)),
+    DGC(memory=MomentumCorrection(0.9, True), clip=Clip(norm=1.0), sample_ratio=0.01),
     DGC(memory=MomentumCorrection(0.9, False, storage="int8"), clip=Clip(value=1.0)),
     GaussianK(),
     RedSync(),

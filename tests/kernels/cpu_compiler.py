@@ -31,7 +31,7 @@ def build(file: str, defines: Defines) -> ctypes.CDLL:
     """One library with a launcher for every kernel of a source file."""
     source = source_of(file, defines)
     launchers = []
-    for name, parameters in KERNEL.findall(source):
+    for name, parameters in KERNEL.findall(preprocess(source)):
         types = [re.sub(r"\w+$", "", part.strip()).strip() for part in parameters.split(",")]
         held = [f"{name}_{i}" for i in range(len(types))]
         launchers += [f"static {kind} {one};" for kind, one in zip(types, held, strict=True)]
@@ -50,6 +50,12 @@ def build(file: str, defines: Defines) -> ctypes.CDLL:
     command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w"]
     subprocess.run([*command, "-o", library, folder / "kernel.cpp"], check=True, timeout=120)
     return ctypes.CDLL(str(library))
+
+
+def preprocess(source: str) -> str:
+    """Parameters may depend on settings."""
+    command = ["g++", "-E", "-P", "-x", "c++", "-"]
+    return subprocess.run(command, input=source, check=True, capture_output=True, text=True).stdout
 
 
 def compile_for_cpu(file: str, name: str, defines: Defines):

@@ -29,6 +29,9 @@ SHAPES = {
 }
 
 
+KINDS = ("update", "residual", "momentum")
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     """Clusters made inside run the kernels; `off()` goes back to the parts."""
@@ -42,8 +45,10 @@ def kernels(monkeypatch):
     return switch
 
 
-def compare(kernels, method, gradients_of, *, steps=3, world=2, shapes=SHAPES, **options):
-    """Run the same steps with and without kernels; every bit of update and residual must agree."""
+def compare(
+    kernels, method, gradients_of, *, steps=3, world=2, shapes=SHAPES, discard=(), **options
+):
+    """Run the same steps with and without kernels; every bit of update, residual and momentum must agree."""
     clusters = []
     for on in (True, False):
         kernels(on)
@@ -53,7 +58,12 @@ def compare(kernels, method, gradients_of, *, steps=3, world=2, shapes=SHAPES, *
             gradients = gradients_of(clusters[-1], count)
             updates = clusters[-1].step(gradients)
             residuals = [clusters[-1].residuals(rank) for rank in range(world)]
-            results.append((updates, residuals))
+            results.append((updates, residuals, momenta(clusters[-1])))
+            if count in discard:
+                for pipeline in clusters[-1].pipelines:
+                    pipeline.settle(discard=True)
+                residuals = [clusters[-1].residuals(rank) for rank in range(world)]
+                results.append((updates, residuals, momenta(clusters[-1])))
         if on:
             fast = results
             accounts = [a for p in clusters[-1].pipelines for a in p._book.accounts]
@@ -61,15 +71,23 @@ def compare(kernels, method, gradients_of, *, steps=3, world=2, shapes=SHAPES, *
     for count, (ours, theirs) in enumerate(zip(fast, results, strict=True)):
         for rank in range(world):
             for name in shapes:
-                for kind, mine, other in (
-                    ("update", ours[0], theirs[0]),
-                    ("residual", ours[1], theirs[1]),
-                ):
+                for kind, mine, other in zip(KINDS, ours, theirs, strict=True):
                     left, right = mine[rank][name], other[rank][name]
                     assert torch.equal(left.nan_to_num(nan=7e7), right.nan_to_num(nan=7e7)), (
                         f"{kind} of {name} on rank {rank} in step {count}"
                     )
     return clusters
+
+
+def momenta(cluster):
+    """Every rank's momentum by name, zeros where the memory has none."""
+    held = [
+        {name: p.roster.held(name, "momentum") for name in cluster.infos} for p in cluster.pipelines
+    ]
+    return [
+        {name: torch.zeros(1) if u is None else u for name, u in by_name.items()}
+        for by_name in held
+    ]
 
 
 def random(cluster, count):
@@ -203,6 +221,158 @@ def test_discarded_steps_give_everything_back(kernels):
         held = cluster.residuals(rank)
         for name, gradient in gradients[rank].items():
             assert torch.equal(held[name], gradient)
+
+
+# -- momentum correction -------------------------------------------------------------------------------------------
+
+
+def correction(nesterov=False, masking=True):
+    return tw.MomentumCorrection(0.9, nesterov, masking)
+
+
+def dgc(density=0.05, *, nesterov=False, masking=True, **options):
+    memory = correction(nesterov, masking)
+    return tw.DGC(density=density, memory=memory, dense_fallback=False, **options)
+
+
+def corrected_rows(density=0.05, *, nesterov=False, masking=True, **options):
+    return adtopk(density, memory=correction(nesterov, masking), **options)
+
+
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_of_rows_in_registers(kernels, nesterov, masking):
+    compare(kernels, corrected_rows(nesterov=nesterov, masking=masking), random, steps=4)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_of_columns_and_tiles(kernels, nesterov):
+    columns = {"short": (50, 16), "long": (1500, 8), "many": (70, 19)}
+    method = corrected_rows(0.1, nesterov=nesterov, axis=0)
+    compare(kernels, method, random, shapes=columns, steps=2)
+    row = {"long": (1, 45_000), "short": (3, 50)}
+    compare(kernels, corrected_rows(0.01, nesterov=nesterov), random, shapes=row, steps=2)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "constant"])
+def test_momentum_of_giant_rows(kernels, monkeypatch, kind):
+    monkeypatch.setattr(tables, "GIANT", 20_000)
+
+    def gradients(cluster, count):
+        made = cluster.random(count)
+        for by_name in made:
+            g = by_name["tensor"]
+            if kind == "ties":
+                by_name["tensor"] = (g * 2).round() / 2
+            elif kind == "constant":
+                by_name["tensor"] = torch.full_like(g, 0.5)
+        return made
+
+    shapes = {"tensor": (3, 18_001), "even": (4, 9000), "small": (5, 50)}
+    compare(kernels, dgc(0.01, nesterov=True), gradients, shapes=shapes, steps=2)
+
+
+@pytest.mark.parametrize("kind", ["ties", "zeros", "constant", "tiny", "huge"])
+def test_momentum_of_adversarial_values(kernels, kind):
+    """Tiny values become 0 in fp16: nothing was sent there, so that nothing is masked."""
+
+    def gradients(cluster, count):
+        made = cluster.random(count)
+        for by_name in made:
+            for name, g in by_name.items():
+                if kind == "ties":
+                    by_name[name] = (g * 2).round() / 2
+                elif kind == "zeros":
+                    by_name[name] = torch.where(g > 1.5, g, 0.0)
+                elif kind == "constant":
+                    by_name[name] = torch.full_like(g, -0.25)
+                elif kind == "tiny":
+                    by_name[name] = g * (1e-41 if count else 3e-8)
+                else:
+                    by_name[name] = g * 2e36
+        return made
+
+    shapes = {"row": (3, 128), "odd": (4, 131)}
+    compare(kernels, corrected_rows(0.1, values="fp16"), gradients, shapes=shapes)
+
+
+def test_momentum_that_overflows_does_not_stay(kernels):
+    def gradients(cluster, count):
+        made = cluster.random(count)
+        if count < 2:
+            made[0]["odd"][2, 5] = 3e38
+        return made
+
+    for masking in (True, False):
+        clusters = compare(kernels, corrected_rows(masking=masking), gradients, steps=4)
+        assert all(torch.isfinite(u).all() for u in momenta(clusters[0])[0].values())
+        assert torch.isfinite(clusters[0].step(clusters[0].random(9))[0]["odd"]).all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("masking", [True, False])
+def test_momentum_after_a_bad_gradient(kernels, value, masking):
+    def gradients(cluster, count):
+        made = cluster.random(count)
+        if count == 1:
+            made[1]["odd"][2, 5] = made[1]["row"][1, 9] = value
+        return made
+
+    compare(kernels, corrected_rows(masking=masking), gradients, steps=4)
+
+
+def test_momentum_of_slots_without_a_gradient(kernels):
+    """Nobody's gradient but everybody's momentum: what would have been sent and masked returns."""
+
+    def gradients(cluster, count):
+        made = cluster.random(count)
+        for rank, by_name in enumerate(made):
+            if count in (1, 2) or rank == 0:
+                by_name["row"].zero_()
+        return made
+
+    compare(kernels, corrected_rows(), gradients, steps=4, discard=(2,))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_of_discarded_steps(kernels, nesterov):
+    method = dgc(nesterov=nesterov, values="fp32")
+    cluster = Cluster(2, method, shapes=SHAPES)
+    gradients = cluster.random(0)
+    cluster.step(gradients)
+    for pipeline in cluster.pipelines:
+        pipeline.settle(discard=True)
+    for rank in range(2):
+        for name, gradient in gradients[rank].items():
+            assert torch.equal(momenta(cluster)[rank][name], gradient)
+    compare(kernels, method, random, discard=(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_momentum_of_narrow_gradients(kernels, dtype):
+    compare(kernels, corrected_rows(nesterov=True), random, dtype=dtype, discard=(1,))
+
+
+def test_momentum_under_a_changing_scale(kernels):
+    current = torch.tensor(1024.0)
+
+    def scaled(cluster, count):
+        current.fill_([1024.0, 2048.0, 512.0][count])
+        return cluster.random(count)
+
+    compare(kernels, dgc(nesterov=True), scaled, scale=lambda: current)
+
+
+def test_what_the_kernels_leave_to_the_parts(kernels):
+    for method in (
+        dgc(sample_ratio=0.01),
+        dgc(clip=tw.Clip(norm=1.0)),
+        adtopk(values="int8"),
+    ):
+        cluster = Cluster(2, method, shapes=SHAPES)
+        cluster.step(cluster.random(0))
+        accounts = [a for p in cluster.pipelines for a in p._book.accounts]
+        assert accounts and not any(isinstance(a, FusedAccount) for a in accounts)
 
 
 @pytest.mark.parametrize("length", [1, 31, 128, 129, 1024, 1280, 1281, 4096, 25_088, 32_768])

@@ -6,20 +6,123 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.contracts.cluster import Cluster, same_bits
+from tests.contracts.cluster import Cluster, parameter, same_bits
 from thinwire.errors import UsageError
+from thinwire.memory import storage as storages
 from thinwire.memory.residual import Residual
-from thinwire.memory.storage import STORAGES
+from thinwire.memory.storage import STORAGES, PackedBinding, make_store
+from thinwire.plan.groups import Group
 
 LOSS = {"bf16": 0.0035, "int8": 0.014}
 """Largest relative L2 error of one packing of normal data, as docs/methods.md states it."""
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 1 / 128}
 NARROW = list(LOSS)
+SIZES = (300, 1, 0, 127, 128, 129, 1000, 5)
+
+
+def make_group(sizes, *, gap=0, alignment=4, dtype=torch.float32, device="cpu"):
+    """Slots of these sizes, aligned as in a bucket's group or not, `gap` more elements before, between and behind them."""
+    slots, offset = [], gap
+    for number, size in enumerate(sizes):
+        slots.append(parameter(f"slot{number}", (size,)).slot(offset))
+        offset += -(-size // alignment) * alignment + gap
+    return Group(tuple(slots), tuple(slots), offset, dtype, torch.device(device))
+
+
+def fill(group, values):
+    flat = torch.zeros(group.numel, dtype=group.dtype, device=group.device)
+    for slot, one in zip(group.slots, values, strict=True):
+        slot.span(flat).copy_(one)
+    return flat
 
 
 def repack(storage, x):
-    packing = STORAGES[storage]
-    return packing.unpack(packing.pack(x), x.numel())
+    group = make_group([x.numel()], dtype=x.dtype)
+    binding = make_store(storage).make_binding(group)
+    binding.rest(fill(group, [x]))
+    return group.slots[0].span(binding.lift())
+
+
+def define(storage, x):
+    """What packing makes of one slot, element by element as the format is defined."""
+    limit = torch.finfo(torch.bfloat16).max if storage == "bf16" else 127 * 2.0**121
+    x = x.float().clamp(-limit, limit)
+    bits = x.view(torch.int32)
+    mixed = bits * -1640531527 + torch.arange(x.numel(), dtype=torch.int32) * 668265263
+    mixed = (mixed ^ (mixed >> 15)) * -2048144789
+    noise = ((mixed ^ (mixed >> 13)) >> 7) & 0xFFFF
+    if storage == "bf16":
+        return ((bits + noise) & ~0xFFFF).view(torch.float32)
+    blocks = []
+    for values, noises in zip(x.split(128), noise.split(128), strict=True):
+        if not values.numel():
+            continue
+        fraction, exponent = torch.frexp(values.abs().max() / 127)
+        exponent = (exponent - (fraction == 0.5).int()).clamp(-126, 127)
+        codes = (torch.ldexp(values, -exponent) + noises * 2.0**-16).floor().clamp(-127, 127)
+        blocks.append(torch.ldexp(codes, exponent))
+    return torch.cat(blocks) if blocks else x
+
+
+def draw(kind, size):
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, generator=generator)
+    match kind:
+        case "zeros":
+            return torch.zeros(size)
+        case "tiny":
+            return x * 1e-41
+        case "huge":
+            return (x * 3e38).clamp(-3.4e38, 3.4e38)
+        case "wide":
+            return (
+                x * torch.randint(-140, 127, (size,), generator=generator).double().exp2().float()
+            )
+        case "edges":
+            # Around what a code can just hold, where the exponent changes.
+            steps = torch.randint(-1, 2, (size,), dtype=torch.int32, generator=generator)
+            return (torch.full((size,), 127.0 * 2.0**-9).view(torch.int32) + steps).view(
+                torch.float32
+            )
+    return x
+
+
+KINDS = ["random", "zeros", "tiny", "huge", "wide", "edges"]
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("storage", NARROW)
+def test_every_slot_is_packed_as_if_alone(storage, kind, gap, monkeypatch):
+    monkeypatch.setattr(storages, "CHUNK", 3)
+    group = make_group(SIZES, gap=gap, alignment=1 if gap else 4)
+    values = [draw(kind, size) for size in SIZES]
+    flat = fill(group, values)
+    binding = make_store(storage).make_binding(group)
+    binding.rest(flat)
+    expected = [define(storage, one) for one in values]
+    assert torch.equal(binding.lift(), fill(group, expected))
+    other = make_store(storage).make_binding(group)
+    for slot, one, wanted in zip(group.slots, values, expected, strict=True):
+        assert torch.equal(binding.read(slot), wanted)
+        other.put(slot, one)
+    assert torch.equal(other.codes, binding.codes)
+    assert torch.equal(other.exponents, binding.exponents)
+
+
+@pytest.mark.parametrize("storage", NARROW)
+def test_a_new_memory_is_zero_and_a_group_may_be_empty(storage):
+    binding = make_store(storage).make_binding(make_group(SIZES, gap=2))
+    assert not binding.lift().any()
+    empty = PackedBinding(make_group([]), STORAGES[storage])
+    empty.rest(empty.lift())
+    assert empty.nbytes() == 0
+
+
+@pytest.mark.parametrize("storage", NARROW)
+def test_float64_is_packed_like_float32(storage):
+    x = torch.randn(1000, dtype=torch.float64)
+    assert torch.equal(repack(storage, x).float(), repack(storage, x.float()))
 
 
 @pytest.mark.parametrize("storage", NARROW)

@@ -37,7 +37,7 @@ COMPRESSED = ("conv", "linear", "head")
 METHODS: dict[str, SparseMethod] = {
     "topk": TopK(density=0.05),
     "adtopk": ADTopK(density=0.05),
-    "dgc": DGC(density=0.05),
+    "dgc": DGC(density=0.05, sample_ratio=0.01),
     "gaussiank": GaussianK(density=0.05),
     "redsync": RedSync(density=0.05),
     "redsync trimmed": RedSync(density=0.05, trimmed=True),

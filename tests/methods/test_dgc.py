@@ -19,6 +19,7 @@ from thinwire.memory.momentum import MomentumCorrection
 from thinwire.methods.base import DenseMomentum
 from thinwire.methods.dgc import DGC
 from thinwire.optim import DGCSGD, decay_direction, take_over
+from thinwire.select.sampled import SampledThreshold, lower_to_reach
 
 SHAPES = {"weight": (60, 80), "bias": (8,)}
 
@@ -31,7 +32,7 @@ def bound(nesterov=False, masking=True, **settings):
 class PaperDGC:
     """Algorithm 4 of the paper and its clipping, for several nodes, in plain tensors of one layer.
 
-    Selection is the exact top-k that sampling approximates.
+    Selection is the exact top-k that the paper's sampling approximates.
     """
 
     def __init__(self, nodes, shape, k, momentum, nesterov, clip):
@@ -61,7 +62,7 @@ class PaperDGC:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_three_nodes_follow_the_paper(nesterov):
-    method = bound(nesterov, density=0.01, sample_ratio=1.0, clip=Clip(norm=30.0, by_workers=True))
+    method = bound(nesterov, density=0.01, clip=Clip(norm=30.0, by_workers=True))
     cluster = Cluster(3, method, shapes=SHAPES)
     paper = PaperDGC(3, (60, 80), 48, 0.9, nesterov, clip=30.0)
     for step in range(8):
@@ -70,16 +71,40 @@ def test_three_nodes_follow_the_paper(nesterov):
         torch.testing.assert_close(update, paper.step([g["weight"] for g in gradients]))
 
 
-def test_sampled_selection_sends_the_largest_of_v():
-    cluster = Cluster(2, bound(density=0.01), shapes={"weight": (600, 80)})
+@pytest.mark.parametrize("sample_ratio, fewest", [(None, 480), (0.01, 0.8 * 480)])
+def test_the_largest_of_v_are_sent(sample_ratio, fewest):
+    method = bound(density=0.01, sample_ratio=sample_ratio)
+    cluster = Cluster(2, method, shapes={"weight": (600, 80)})
     gradients = cluster.random(0)
     cluster.step(gradients)
     for rank in range(2):
         accepted = cluster.accepted(rank)["weight"]
         sent = int((accepted != 0).sum())
-        assert 0.8 * 480 <= sent <= 480
+        assert fewest <= sent <= 480
         largest = gradients[rank]["weight"].abs().view(-1).topk(sent).values
         assert torch.equal(accepted[accepted != 0].abs().sort(descending=True).values, largest)
+
+
+def test_settings_of_the_sampling_need_a_sample():
+    assert bound(sample_ratio=0.01, finish="published", reselect=False).selector().iterations == 10
+    for settings in ({"finish": "published"}, {"upper": 2.0}, {"iterations": 0}):
+        with pytest.raises(UsageError, match=rf"{next(iter(settings))} is .* sample_ratio"):
+            DGC(**settings)
+    with pytest.raises(UsageError, match="sample_ratio is 0"):
+        DGC(sample_ratio=0)
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 10])
+@pytest.mark.parametrize("start", [0.0, 0.5, 3.0, 9.0, 1e4, math.inf])
+def test_one_selection_finds_the_threshold_that_counting_finds(start, iterations):
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float64):
+        magnitude = torch.randn(5000, generator=generator, dtype=dtype).abs()
+        for x in (magnitude, (magnitude * 4).round() / 4, torch.full_like(magnitude, 0.4)):
+            search = SampledThreshold(0.01, iterations=iterations).session()
+            threshold = torch.tensor(start, dtype=dtype)
+            counted = search._adapt(x, threshold, 51)
+            assert torch.equal(counted, lower_to_reach(x, threshold, 0.8, 41, iterations))
 
 
 @pytest.mark.parametrize(
@@ -321,9 +346,10 @@ def dgc_job(rank, world, settings, nesterov):
     return fingerprint(ddp)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_replicas_stay_bit_identical_through_switches(pools, nesterov):
-    prints = pools(3).run(dgc_job, {"clip": Clip(norm=1.0, by_workers=True)}, nesterov)
+@pytest.mark.parametrize("nesterov, sample_ratio", [(False, None), (True, 0.01)])
+def test_replicas_stay_bit_identical_through_switches(pools, nesterov, sample_ratio):
+    settings = {"clip": Clip(norm=1.0, by_workers=True), "sample_ratio": sample_ratio}
+    prints = pools(3).run(dgc_job, settings, nesterov)
     assert len(set(prints)) == 1
 
 

@@ -19,7 +19,7 @@ from thinwire.methods.signsgd import SignSGD
 from thinwire.methods.threshold import Threshold
 
 METHODS = (
-    DGC(density=0.05),
+    DGC(density=0.05, sample_ratio=0.01),
     GaussianK(density=0.05),
     RedSync(density=0.05),
     RedSync(density=0.05, trimmed=True),

@@ -122,6 +122,12 @@ class MomentumAccount(Account):
         self._resting = False
         self._masked: tuple[Tensor, Tensor, Tensor] | None = None
 
+    def _drop_overflow(self, positions: Tensor, held: Tensor | None) -> None:
+        """v is infinite wherever u is, so that what has to go is among the selected."""
+        super()._drop_overflow(positions, held)
+        last = self.u[positions]
+        self.u[positions] = torch.where(last.isfinite(), last, 0.0)
+
     def rest(self) -> None:
         if self._setting.masking and self._sent and self._masked is None:
             positions = torch.cat([positions for positions, _ in self._sent])
@@ -130,23 +136,27 @@ class MomentumAccount(Account):
             held = self.u[positions]
             self.u[positions] = torch.where(taken, 0.0, held)
             self._masked = (positions, taken, held)
+        self._pack(None)
+
+    def _pack(self, flag: Tensor | None) -> None:
         for binding, flat in zip(self._bindings, (self.u, self.c), strict=True):
             if flat.numel():
-                binding.rest(flat)
+                binding.rest(flat, flag)
         if self._setting.storage != "fp32":
             self.u, self.c = self.u[:0].clone(), self.c[:0].clone()
             self._resting = True
 
     def settle(self, bad: Tensor) -> None:
-        untouched = self._resting and self._rounding is None
-        if untouched and bad.device.type == "cpu" and not bool(bad):
+        # With nothing to change, packing once more would only cost time.
+        flag = bad if self._resting and self._rounding is None else None
+        if flag is not None and bad.device.type == "cpu" and not bool(bad):
             self._verdict = bad
             return
         if self._resting:
-            self.u, self.c = (binding.open(binding.units) for binding in self._bindings)
+            self.u, self.c = (binding.lift(flag) for binding in self._bindings)
         if self._masked is not None:
             positions, taken, held = self._masked
             self.u[positions] = torch.where(taken & bad, held, self.u[positions])
         super().settle(bad)
         if self._resting:
-            self.rest()
+            self._pack(flag)

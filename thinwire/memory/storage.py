@@ -3,81 +3,105 @@
 A memory works in float32; a narrow storage unpacks it when a bucket arrives and packs it again when its exchange
 has ended, so that only the packed form of all buckets is held at a time. What packing loses is gone, so it rounds
 stochastically: an entry much smaller than what it is added to is kept on average instead of never. The noise is a
-hash of the value and its place, which needs no generator and repeats after a resume.
+hash of the value and its place in its slot, which needs no generator, repeats after a resume and does not know buckets.
+
+On CUDA a whole group is packed by one kernel (`thinwire/kernels/cuda/pack.py`), with the bits of what is written here.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from thinwire.kernels.cuda.launch import has_kernels
+from thinwire.kernels.cuda.pack import BLOCK, PackKernels
 from thinwire.layout import Slot
 from thinwire.memory.account import Account
 from thinwire.memory.store import Binding, FlatStore
 from thinwire.plan.groups import Group
 
-BLOCK = 128
+CHUNK = 4096
+"""Blocks packed at a time: what a CPU's cache holds."""
 NOISE_BITS = 16
 # The largest float32 that is 127 x a power of two.
 LARGEST_CODED = 127 * 2.0**121
+SMALLEST_EXPONENT = -126
+FLOAT_BIAS = 127
+FLOAT_MANTISSA = 23
 
 
 class Packing(ABC):
-    """float32 <-> a few narrow tensors, for one slot at a time."""
+    """float32 -> narrow codes, in blocks of 128 elements that lie next to each other in their slot.
+
+    What they stand for is code x 2^exponent, or the code alone.
+    """
+
+    codes: ClassVar[torch.dtype]
+    has_exponents: ClassVar[bool]
+    """Whether every block has an exponent beside its codes."""
 
     @abstractmethod
-    def pack(self, values: Tensor) -> tuple[Tensor, ...]: ...
+    def pack(self, blocks: Tensor, places: Tensor, codes: Tensor, exponents: Tensor) -> None:
+        """Write the codes [blocks, 128] and exponents (int8 [blocks]) of float32 [blocks, 128].
 
-    @abstractmethod
-    def unpack(self, packed: tuple[Tensor, ...], numel: int) -> Tensor: ...
+        `places` (int32 [blocks]) say how many elements of its slot come before each block.
+        """
 
 
 class Bf16Packing(Packing):
     """2 bytes per element."""
 
-    def pack(self, values: Tensor) -> tuple[Tensor, ...]:
-        limit = torch.finfo(torch.bfloat16).max
-        bits = values.float().clamp(-limit, limit).view(torch.int32)
-        # Adding noise below the kept bits and cutting rounds up with the probability of what is cut.
-        kept = (bits + noise(bits)) & ~((1 << NOISE_BITS) - 1)
-        return (kept.view(torch.float32).to(torch.bfloat16),)
+    codes = torch.bfloat16
+    has_exponents = False
 
-    def unpack(self, packed: tuple[Tensor, ...], numel: int) -> Tensor:
-        return packed[0].float()
+    def pack(self, blocks: Tensor, places: Tensor, codes: Tensor, exponents: Tensor) -> None:
+        limit = torch.finfo(torch.bfloat16).max
+        bits = blocks.clamp(-limit, limit).view(torch.int32)
+        # Adding noise below the kept bits and cutting rounds up with the probability of what is cut.
+        kept = noise(bits, places).add_(bits).bitwise_and_(~((1 << NOISE_BITS) - 1))
+        codes.copy_(kept.view(torch.float32))
 
 
 class Int8Packing(Packing):
-    """1 byte per element and one exponent per 128: x = code x 2^exponent.
+    """1 byte per element and one exponent per block: x = code x 2^exponent, with the smallest that saturates nothing.
 
     A power of two as the scale makes packing what was unpacked exact.
     """
 
-    def pack(self, values: Tensor) -> tuple[Tensor, ...]:
-        count = values.numel()
-        blocks = torch.zeros(-(-count // BLOCK) * BLOCK, dtype=torch.float32, device=values.device)
-        blocks[:count] = values.float().clamp(-LARGEST_CODED, LARGEST_CODED)
-        noises = noise(blocks.view(torch.int32)).float() * 2.0**-NOISE_BITS
-        blocks = blocks.view(-1, BLOCK)
-        fraction, exponent = torch.frexp(blocks.abs().amax(1) / 127)
-        exponent = (exponent - (fraction == 0.5).int()).clamp(-126, 127)
-        scaled = torch.ldexp(blocks, -exponent[:, None]) + noises.view(-1, BLOCK)
-        codes = scaled.floor().clamp(-127, 127).to(torch.int8)
-        return codes.view(-1)[:count].clone(), exponent.to(torch.int8)
+    codes = torch.int8
+    has_exponents = True
 
-    def unpack(self, packed: tuple[Tensor, ...], numel: int) -> Tensor:
-        codes, exponents = packed
-        scales = exponents.int().repeat_interleave(BLOCK, output_size=BLOCK * exponents.numel())
-        return torch.ldexp(codes.float(), scales[:numel])
+    def pack(self, blocks: Tensor, places: Tensor, codes: Tensor, exponents: Tensor) -> None:
+        blocks = blocks.clamp(-LARGEST_CODED, LARGEST_CODED)
+        noises = noise(blocks.view(torch.int32), places).float().mul_(2.0**-NOISE_BITS)
+        # 127 = 1.984375 x 2^6: what is above that carries into the next exponent. In integers, because not every device
+        # divides by 127 with one rounding.
+        carry = (1 << FLOAT_MANTISSA) - int(0.984375 * (1 << FLOAT_MANTISSA)) - 1
+        top = blocks.abs().amax(1).view(torch.int32)
+        exponent = (top + carry >> FLOAT_MANTISSA) - (FLOAT_BIAS + 6)
+        exponent.clamp_(min=SMALLEST_EXPONENT)
+        blocks.mul_(power_of_two(-exponent)[:, None]).add_(noises)
+        codes.copy_(blocks.floor_().clamp_(-127, 127))
+        exponents.copy_(exponent)
 
 
-def noise(bits: Tensor) -> Tensor:
-    """int32 in [0, 2^16): a hash of each element's bits and place, in wrapping arithmetic."""
-    place = torch.arange(bits.numel(), dtype=torch.int32, device=bits.device)
-    mixed = bits * -1640531527 + place * 668265263
-    mixed = (mixed ^ (mixed >> 15)) * -2048144789
-    return ((mixed ^ (mixed >> 13)) >> 7) & ((1 << NOISE_BITS) - 1)
+def power_of_two(exponents: Tensor) -> Tensor:
+    """float32 2^exponent of int32 in [-126, 127], exact on every device."""
+    return (exponents + FLOAT_BIAS << FLOAT_MANTISSA).view(torch.float32)
+
+
+def noise(bits: Tensor, places: Tensor) -> Tensor:
+    """int32 in [0, 2^16) for [blocks, 128]: a hash of each element's bits and place, in wrapping arithmetic."""
+    inside = torch.arange(BLOCK, dtype=torch.int32, device=bits.device)
+    mixed = (places[:, None] + inside) * 668265263
+    mixed.add_(bits * -1640531527)
+    mixed.bitwise_xor_(mixed >> 15).mul_(-2048144789)
+    mixed.bitwise_xor_(mixed >> 13)
+    return mixed.bitwise_right_shift_(7).bitwise_and_((1 << NOISE_BITS) - 1)
 
 
 STORAGES: dict[str, Packing | None] = {
@@ -93,42 +117,135 @@ def make_store(storage: str) -> FlatStore:
     return FlatStore() if packing is None else PackedStore(packing)
 
 
+class Blocks:
+    """How slots of these sizes are cut into blocks; the last one of a slot is filled up with zeros."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.counts = [-(-size // BLOCK) for size in sizes]
+        self.total = sum(self.counts)
+        self._splits = [part for size in sizes for part in (size, -size % BLOCK)]
+        self._device = device
+        counts = torch.tensor(self.counts, dtype=torch.int64)
+        self._counts = counts.to(device)
+        self._firsts = (counts.cumsum(0) - counts).int().to(device)
+
+    def cut(self, blocks: Tensor) -> list[Tensor]:
+        """The slots in [blocks, 128], each as a 1-D piece without what fills it up."""
+        return list(blocks.view(-1).split_with_sizes(self._splits)[::2])
+
+    def fill(self, spans: Sequence[Tensor]) -> Tensor:
+        """float32 [blocks, 128] of the slots' values or codes."""
+        blocks = torch.zeros(self.total, BLOCK, device=self._device)
+        torch._foreach_copy_(self.cut(blocks), list(spans))
+        return blocks
+
+    def places(self) -> Tensor:
+        """int32 [blocks]: elements of its slot that come before each block."""
+        numbers = torch.arange(self.total, dtype=torch.int32, device=self._device)
+        before = self._firsts.repeat_interleave(self._counts, output_size=self.total)
+        return (numbers - before) * BLOCK
+
+
+def pack_spans(
+    packing: Packing,
+    blocks: Blocks,
+    spans: Sequence[Tensor],
+    codes: Sequence[Tensor],
+    exponents: Tensor,
+) -> None:
+    """Pack the slots' values to their codes and exponents; no operation per slot but the copies."""
+    if not blocks.total:
+        return
+    values, places = blocks.fill(spans), blocks.places()
+    coded = torch.empty(values.shape, dtype=packing.codes, device=values.device)
+    for at in range(0, blocks.total, CHUNK):
+        part = slice(at, at + CHUNK)
+        packing.pack(values[part], places[part], coded[part], exponents[part])
+    torch._foreach_copy_(list(codes), blocks.cut(coded))
+
+
+def unpack_spans(
+    packing: Packing,
+    blocks: Blocks,
+    codes: Sequence[Tensor],
+    exponents: Tensor,
+    spans: Sequence[Tensor],
+) -> None:
+    """Write what the slots' codes and exponents stand for."""
+    if not blocks.total:
+        return
+    if not packing.has_exponents:
+        torch._foreach_copy_(list(spans), list(codes))
+        return
+    values = blocks.fill(codes).mul_(power_of_two(exponents.int())[:, None])
+    torch._foreach_copy_(list(spans), blocks.cut(values))
+
+
 class PackedBinding(Binding):
-    """A group's values in packed form; `flat` is empty while they rest."""
+    """A group's values in packed form; `flat` is empty while they rest.
+
+    The codes lie where the values lie in the group's buffer, the exponents of all slots one behind the other.
+    """
 
     def __init__(self, group: Group, packing: Packing) -> None:
         super().__init__(group, torch.zeros(0, dtype=group.dtype, device=group.device))
         self.packing = packing
-        self._packed: dict[str, tuple[Tensor, ...]] = {
-            slot.name: packing.pack(torch.zeros(slot.numel, device=group.device))
-            for slot in group.slots
+        self._blocks = Blocks([slot.numel for slot in group.slots], group.device)
+        self.codes = torch.zeros(group.numel, dtype=packing.codes, device=group.device)
+        counts = [count if packing.has_exponents else 0 for count in self._blocks.counts]
+        self.exponents = torch.zeros(sum(counts), dtype=torch.int8, device=group.device)
+        parts = self.exponents.split_with_sizes(counts)
+        self._slot_exponents = {
+            slot.name: part for slot, part in zip(group.slots, parts, strict=True)
         }
+        known = group.dtype == torch.float32 and has_kernels(group.device)
+        self._kernels = PackKernels(group, packing.codes) if known else None
 
     def open(self, scale: Tensor | None) -> Tensor:
-        flat = torch.zeros(self.group.numel, dtype=self.group.dtype, device=self.group.device)
-        for slot in self.group.slots:
-            slot.span(flat).copy_(self.packing.unpack(self._packed[slot.name], slot.numel))
-        if scale is not None:
-            flat.mul_(scale if self.units is None else scale / self.units)
-            self.units = scale.clone()
+        flat = self.lift()
+        ratio = self.retarget(scale)
+        return flat if ratio is None else flat.mul_(ratio)
+
+    def lift(self, flag: Tensor | None = None) -> Tensor:
+        group = self.group
+        if self._kernels is not None:
+            flat = torch.empty(group.numel, device=group.device)
+            self._kernels.unpack(self.codes, self.exponents, flat, flag)
+            return flat
+        flat = torch.zeros(group.numel, dtype=group.dtype, device=group.device)
+        spans = group.spans(self.codes)
+        unpack_spans(self.packing, self._blocks, spans, self.exponents, group.spans(flat))
         return flat
 
-    def rest(self, flat: Tensor) -> None:
-        for slot in self.group.slots:
-            self._packed[slot.name] = self.packing.pack(slot.span(flat))
+    def rest(self, flat: Tensor, flag: Tensor | None = None) -> None:
+        group = self.group
+        if flat.is_cuda:
+            # It is let go here, often on another stream than the one it was made on.
+            flat.record_stream(torch.cuda.current_stream(flat.device))
+        if self._kernels is not None:
+            self._kernels.pack(flat, self.codes, self.exponents, flag)
+            return
+        spans = group.spans(self.codes)
+        pack_spans(self.packing, self._blocks, group.spans(flat), spans, self.exponents)
 
     def read(self, slot: Slot) -> Tensor:
-        span = self.packing.unpack(self._packed[slot.name], slot.numel).to(self.group.dtype)
+        span = torch.zeros(slot.numel, dtype=self.group.dtype, device=self.group.device)
+        codes = [slot.span(self.codes)]
+        unpack_spans(self.packing, self._own(slot), codes, self._slot_exponents[slot.name], [span])
         values = slot.at(0).view(span)
         return values / self.units if self.units is not None else values
 
     def put(self, slot: Slot, values: Tensor) -> None:
         span = torch.zeros(slot.numel, dtype=self.group.dtype, device=self.group.device)
         slot.at(0).view(span).copy_(values if self.units is None else values * self.units)
-        self._packed[slot.name] = self.packing.pack(span)
+        codes = [slot.span(self.codes)]
+        pack_spans(self.packing, self._own(slot), [span], codes, self._slot_exponents[slot.name])
+
+    def _own(self, slot: Slot) -> Blocks:
+        return Blocks([slot.numel], self.group.device)
 
     def nbytes(self) -> int:
-        return sum(part.nbytes for parts in self._packed.values() for part in parts)
+        return self.codes.nbytes + self.exponents.nbytes
 
 
 class PackedStore(FlatStore):
@@ -149,17 +266,20 @@ class PackedAccount(Account):
         self._resting = False
 
     def rest(self) -> None:
-        self._binding.rest(self.c)
+        self._rest(None)
+
+    def _rest(self, flag: Tensor | None) -> None:
+        self._binding.rest(self.c, flag)
         self.c = self.c[:0].clone()
         self._resting = True
 
     def settle(self, bad: Tensor) -> None:
         # With nothing to change, packing once more would only cost time.
-        untouched = self._resting and self._rounding is None
-        if untouched and bad.device.type == "cpu" and not bool(bad):
+        flag = bad if self._resting and self._rounding is None else None
+        if flag is not None and bad.device.type == "cpu" and not bool(bad):
             self._verdict = bad
             return
         if self._resting:
-            self.c = self._binding.open(self._binding.units)
+            self.c = self._binding.lift(flag)
         super().settle(bad)
-        self.rest()
+        self._rest(flag)

@@ -40,8 +40,12 @@ class Binding:
         self.units = scale.clone()
         return ratio.reshape(1).float()
 
-    def rest(self, flat: Tensor) -> None:
-        """The step's work in the opened buffer is done; narrow storages pack it here."""
+    def lift(self, flag: Tensor | None = None) -> Tensor:
+        """The buffer to work in, in the units in which it is held. With a flag (a byte) it is filled only if that is up."""
+        return self.flat
+
+    def rest(self, flat: Tensor, flag: Tensor | None = None) -> None:
+        """The step's work in the opened buffer is done; narrow storages pack it here. With a flag, only if that is up."""
 
     def read(self, slot: Slot) -> Tensor:
         values = slot.view(self.flat)

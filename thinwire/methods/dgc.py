@@ -1,13 +1,14 @@
-"""DGC = SampledThreshold + MomentumCorrection + AllGatherFast.
+"""DGC = TradTopK or SampledThreshold + MomentumCorrection + AllGatherFast.
 
 Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training" (ICLR 2018).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
-from thinwire.compressor import Compressor, GroupStep, Opened, SparseCompressor
+from thinwire.compressor import BucketStep, Compressor, GroupStep, Opened, SparseCompressor
+from thinwire.errors import UsageError
 from thinwire.memory.base import Memory
 from thinwire.memory.clip import Clip
 from thinwire.memory.momentum import MomentumCorrection
@@ -15,13 +16,20 @@ from thinwire.methods.base import Dense, DenseMomentum, Method, Sparsifier
 from thinwire.plan.schedule import Schedule
 from thinwire.select.base import Selector
 from thinwire.select.sampled import SampledThreshold
+from thinwire.select.topk import TradTopK
 from thinwire.validate import check_instance
+
+SAMPLING = ("sample", "upper", "lower", "iterations", "reselect", "finish")
+"""The settings that only sampling reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DGC(Sparsifier):
-    """Deep gradient compression: sampled top-k of a velocity that carries momentum on every worker.
+    """Deep gradient compression: the top-k of a velocity that carries momentum on every worker.
 
+    Selection is exact by default, which is what the published sampling approximates and what the CUDA kernels do in the pass
+    that adds the momentum; `sample_ratio=0.01` is the published way, with the settings below it. A `clip` is applied by
+    operations of its own before them.
     Needs `attach(..., optimizer=opt)`: momentum and weight decay are taken over from `torch.optim.SGD` (or from
     `tw.optim.DGCSGD`). Weight decay bypasses compression; dense slots get their momentum after averaging.
     The paper's warm-up is `density=tw.warmup([0.25, 0.0625, 0.015625, 0.004], final=0.001, every=steps_per_epoch)`.
@@ -33,8 +41,8 @@ class DGC(Sparsifier):
     """Momentum correction with masking, as published."""
     clip: Clip | None = None
     """Local clipping before accumulation, such as tw.Clip(norm=5.0, by_workers=True)."""
-    sample_ratio: float = 0.01
-    """Fraction of the elements sampled for the threshold."""
+    sample_ratio: float | None = None
+    """Fraction of the elements sampled for a threshold; None = exact top-k. What follows is about the sampling."""
     sample: str = "strided"
     """"strided" or "random" (with replacement)."""
     upper: float = 1.3
@@ -52,9 +60,22 @@ class DGC(Sparsifier):
         super().__post_init__()
         if self.clip is not None:
             check_instance("clip", self.clip, Clip, "such as tw.Clip(norm=5.0)")
+        if self.sample_ratio is None:
+            self._check_no_sampling()
         self.selector()
 
+    def _check_no_sampling(self) -> None:
+        """A setting of the sampling that would have no effect is a mistake."""
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.name in SAMPLING and value != setting.default:
+                raise UsageError(
+                    f"{setting.name} is {value!r}, which goes only with sampling; set sample_ratio, such as 0.01"
+                )
+
     def selector(self) -> Selector:
+        if self.sample_ratio is None:
+            return TradTopK(self.kept)
         return SampledThreshold(
             self.kept,
             self.finish,
@@ -88,6 +109,9 @@ class ClippingCompressor(SparseCompressor):
     """Clips the local gradient before memory sees it."""
 
     clip: Clip | None = None
+
+    def open_fused(self, step: BucketStep) -> Opened | None:
+        return super().open_fused(step) if self.clip is None else None
 
     def open(self, step: GroupStep) -> Opened:
         return super().open(self.clip.apply(step) if self.clip is not None else step)

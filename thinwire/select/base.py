@@ -68,6 +68,10 @@ class Session:
         """The rank-uniform mode of this parameter's `step`-th exchange; tables are cached by it."""
         return None
 
+    def selector_in(self, modes: Sequence[Hashable]) -> Selector:
+        """Whose note words and counts a turn has in which the slots of a group are in these modes."""
+        return self.selector
+
     def rows(self, slot: Slot, mode: Hashable) -> SlotRows:
         return self.selector.rows(slot, mode)
 

@@ -78,6 +78,12 @@ class InterleavedSession(Session):
             return ALL_DIMENSION
         return ("global", self.global_session.mode(name, turn))
 
+    def selector_in(self, modes: Sequence[Hashable]) -> Selector:
+        """A turn without global selection has nothing to note."""
+        if all(mode == ALL_DIMENSION for mode in modes):
+            return self.setting.dimensions
+        return self.setting
+
     def _only_dimensions(self, name: str, step: int) -> bool:
         total = self.setting.total_steps
         if total is None or step < LATE * total:
@@ -98,13 +104,9 @@ class InterleavedSession(Session):
         return self.setting.dimensions.pick_slot(c, rows)
 
     def observe(self, table: RowTable, modes: Sequence[Hashable], header: Header) -> None:
-        if not isinstance(self.global_session, ThresholdSession):
-            return
-        for which, (rows, mode) in enumerate(zip(table.rows, modes, strict=True)):
-            if isinstance(mode, tuple):
-                self.global_session.observe_slot(
-                    rows, mode[1], header.notes[:, which], header.counts[:, which]
-                )
+        if isinstance(self.global_session, ThresholdSession):
+            kinds = [mode[1] if isinstance(mode, tuple) else None for mode in modes]
+            self.global_session.observe_slots(table, kinds, header.notes, header.counts)
 
     def state_dict(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         return self.global_session.state_dict(names)

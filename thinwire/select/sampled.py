@@ -116,6 +116,9 @@ class SampledSession(EstimateSession):
 
     def _adapt(self, magnitude: Tensor, threshold: Tensor, target: int) -> Tensor:
         setting = self.selector
+        if setting.reselect and magnitude.device.type != "cpu":
+            fewest = math.ceil(setting.lower * target)
+            return lower_to_reach(magnitude, threshold, setting.lower, fewest, setting.iterations)
         for _ in range(setting.iterations):
             count = (magnitude >= threshold).sum()
             too_few = count < setting.lower * target
@@ -125,3 +128,20 @@ class SampledSession(EstimateSession):
             factor = torch.where(too_few, setting.lower, torch.where(too_many, setting.upper, 1.0))
             threshold = threshold * factor.to(threshold.dtype)
         return threshold
+
+
+def lower_to_reach(
+    magnitude: Tensor, threshold: Tensor, factor: float, fewest: int, iterations: int
+) -> Tensor:
+    """The first of threshold, threshold x factor, ... that `fewest` magnitudes reach, the last if none is.
+
+    So many reach a threshold exactly if the `fewest`-th largest does: one selection in place of a count per threshold, and
+    nothing is read back. Rounded as the search by counts rounds: a factor in float32, one product after the other.
+    """
+    step = float(torch.tensor(factor, dtype=torch.float32))
+    tried = [threshold]
+    for _ in range(iterations):
+        tried.append(tried[-1] * step)
+    falling = torch.stack(tried)
+    reached = falling <= magnitude.topk(fewest, sorted=False).values.min()
+    return torch.where(reached, falling, falling[-1]).max()

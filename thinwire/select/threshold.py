@@ -141,7 +141,11 @@ class News:
     keep: int
     capacity: int
     drifts: HostCopy
+    """[world, slots]"""
     counts: HostCopy
+    """[world, slots]"""
+    which: int
+    """The parameter's column in both."""
 
 
 @dataclass
@@ -202,15 +206,33 @@ class ThresholdSession(Session):
         watch.threshold = new
         return SlotPicks(indices, None, torch.stack([new, self.setting.monitor.measure(old, new)]))
 
-    def observe(self, table: RowTable, modes: Sequence[Hashable], header: Header) -> None:
-        for which, (rows, mode) in enumerate(zip(table.rows, modes, strict=True)):
-            self.observe_slot(rows, str(mode), header.notes[:, which], header.counts[:, which])
+    def share_thresholds(self, names: Sequence[str], places: Sequence[Tensor]) -> None:
+        """Move the thresholds into `places`, where kernels read and replace them; not a number where there is none yet."""
+        for name, place in zip(names, places, strict=True):
+            watch = self._watch(name)
+            if watch.threshold is place:
+                continue
+            if watch.threshold is None:
+                place.fill_(math.nan)
+            else:
+                place.copy_(watch.threshold)
+            watch.threshold = place
 
-    def observe_slot(self, rows: SlotRows, mode: str, notes: Tensor, counts: Tensor) -> None:
-        """Keep all ranks' news of one slot; the host reads it at the next turn, when it has long arrived."""
-        keep = keep_count(rows.length, self.setting.density)
-        news = News(mode, keep, rows.keep, HostCopy(notes[:, 1]), HostCopy(counts))
-        self._watch(rows.slot.name).news = news
+    def observe(self, table: RowTable, modes: Sequence[Hashable], header: Header) -> None:
+        self.observe_slots(table, [str(mode) for mode in modes], header.notes, header.counts)
+
+    def observe_slots(
+        self, table: RowTable, modes: Sequence[str | None], notes: Tensor, counts: Tensor
+    ) -> None:
+        """Keep all ranks' news of the slots that have a mode; the host reads it at the next turn, when it has long arrived."""
+        if not any(modes):
+            return
+        drifts, filled = HostCopy(notes[..., 1]), HostCopy(counts)
+        for which, (rows, mode) in enumerate(zip(table.rows, modes, strict=True)):
+            if mode is not None:
+                keep = keep_count(rows.length, self.setting.density)
+                news = News(mode, keep, rows.keep, drifts, filled, which)
+                self._watch(rows.slot.name).news = news
 
     def _digest(self, watch: Watch) -> None:
         """Turn the last turn's headers into decisions. Every rank reads the same numbers."""
@@ -218,11 +240,11 @@ class ThresholdSession(Session):
         if news is None:
             return
         if news.mode == REUSE:
-            counts = news.counts.read()
+            counts = news.counts.read()[:, news.which]
             if bool((counts >= news.capacity).any() or (2 * counts < news.keep).any()):
                 watch.due = watch.turn + 1
         elif not self.setting.monitor.warming_up(watch.turn):
-            largest = float(news.drifts.read().nan_to_num(torch.inf).max())
+            largest = float(news.drifts.read()[:, news.which].nan_to_num(torch.inf).max())
             watch.tau, stable = self.setting.updater.next(
                 watch.tau, self.setting.monitor.judge(largest)
             )

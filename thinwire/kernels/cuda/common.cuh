@@ -27,7 +27,7 @@ struct Row {
     int wide;        // 1: 32-bit indices, 0: 16-bit
     int vector;      // 1: four elements at a time are aligned in bucket and memory
     int neighbours;  // how many rows, from this one on, lie one element further each
-    int unused;
+    int entry;       // number of its first entry in the payload
 };
 
 // Words of the payload header, as in thinwire/wire/codec.py.
@@ -147,8 +147,8 @@ static __device__ __forceinline__ int sum_upto(int x, int lane) {
     return x;
 }
 
-// One compensated element; what is not finite counts as no gradient and is reported.
-static __device__ __forceinline__ float compensate(Gradient raw, float held, float ratio, bool& had, bool& bad) {
+// One element of the gradient; what is not finite counts as none and is reported.
+static __device__ __forceinline__ float finite_gradient(Gradient raw, bool& had, bool& bad) {
     float gradient = to_float(raw);
     int bits = __float_as_int(gradient) & 0x7fffffff;
     had |= bits != 0;
@@ -156,8 +156,13 @@ static __device__ __forceinline__ float compensate(Gradient raw, float held, flo
         bad = true;
         gradient = 0.0f;
     }
+    return gradient;
+}
+
+// One compensated element.
+static __device__ __forceinline__ float compensate(Gradient raw, float held, float ratio, bool& had, bool& bad) {
     // Never contracted to one rounding: the reference rounds twice.
-    return __fadd_rn(__fmul_rn(held, ratio), gradient);
+    return __fadd_rn(__fmul_rn(held, ratio), finite_gradient(raw, had, bad));
 }
 
 // The same without looking: `any` and `top` tell afterwards whether there was a gradient and whether one was not finite.
@@ -172,8 +177,9 @@ static __device__ __forceinline__ float compensate_unseen(Gradient raw, float he
 // Loads that are under way at once: memory is far away, and a loop that waits for each of them is many times slower.
 #define BATCH 8
 
-// Write one chosen entry to the payload; returns what stays in memory.
-static __device__ __forceinline__ float send(float c, int index, int place, const Row& row, u8* payload, bool& bad) {
+// Write one chosen entry to the payload; `sent` is what it says there, what stays in memory is returned.
+static __device__ __forceinline__ float send(
+    float c, int index, int place, const Row& row, u8* payload, float& sent, bool& bad) {
     bad |= (__float_as_int(c) & 0x7fffffff) >= INFINITE;
     Value code = to_wire(fminf(fmaxf(c, -LARGEST), LARGEST));
     reinterpret_cast<Value*>(payload + row.values)[place] = code;
@@ -181,7 +187,8 @@ static __device__ __forceinline__ float send(float c, int index, int place, cons
         reinterpret_cast<int*>(payload + row.indices)[place] = index;
     else
         reinterpret_cast<u16*>(payload + row.indices)[place] = (u16)index;
-    float left = __fsub_rn(c, from_wire(code));
+    sent = from_wire(code);
+    float left = __fsub_rn(c, sent);
     return (__float_as_int(left) & 0x7fffffff) >= INFINITE ? 0.0f : left;
 }
 

@@ -1,7 +1,7 @@
 // The same as encode_rows for rows of any length, such as whole tensors: many blocks work on one row.
 //
 // A row is cut into chunks of CHUNK elements.
-//  1. count      c = residual + gradient, written to memory, with a histogram of the leading bits in every chunk.
+//  1. count      c = residual + gradient, or as momentum.cuh says, to memory; a histogram of the leading bits in every chunk.
 //  2. bound      The bin of the keep-th magnitude, and where each chunk's candidates (that bin and above) begin in a list.
 //  3. collect    The candidates, in order. About as many as are wanted, so that nothing after this reads the whole row.
 //  4. search     The exact pattern of the keep-th magnitude among the candidates, bin by bin as in encode_tiles.
@@ -10,8 +10,10 @@
 //  7. send       The entries, in order.
 // A row whose candidates do not fit the list (most of its elements are equal) is done by `fallback`, one block per row, slower.
 
+#include "momentum.cuh"
+#include "search.cuh"
+
 #define CHUNK 16384
-#define BINS 1024
 #define COPIES 4
 #define COUNT_THREADS 512
 #define ROW_THREADS 1024
@@ -47,35 +49,19 @@ static __device__ __forceinline__ int bin_of(int bits, int base, int shift) {
     return min(max((bits - base) >> shift, 0), BINS - 1);
 }
 
-static __device__ __forceinline__ int magnitude(float x) { return __float_as_int(x) & 0x7fffffff; }
-
-// Inclusive sum over the threads of a block up to this one; `words` has one place per warp.
-static __device__ __forceinline__ int block_sum_upto(int x, int* words, int& total) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    x = sum_upto(x, lane);
-    __syncthreads();
-    if (lane == 31) words[warp] = x;
-    __syncthreads();
-    int before = 0;
-    total = 0;
-    for (int w = 0; w < warps; ++w) {
-        if (w < warp) before += words[w];
-        total += words[w];
-    }
-    return x + before;
-}
-
 extern "C" __global__ void giants_count(
     const Gradient* bucket, float* memory, u8* payload, const Row* rows, const Chunk* chunks, const Giant* giants, u16* histograms,
-    const float* ratio) {
+    const float* ratio MOMENTUM_PARAMETERS) {
     __shared__ u32 histogram[COPIES * BINS];
     const Chunk chunk = chunks[blockIdx.x];
     const Row row = rows[chunk.row];
     const Gradient* gradient = bucket + row.gradient + chunk.start * row.stride;
-    float* held = memory + row.memory + chunk.start * row.stride;
     const int count = (int)(row.length - chunk.start < CHUNK ? row.length - chunk.start : CHUNK);
     const float scale = *ratio;
+    const Momentum correction = MOMENTUM_OF_GROUP;
+    const i64 place = row.memory + chunk.start * row.stride;
     const int base = giants[chunk.row].base, shift = giants[chunk.row].shift;
+    float* held = memory + place;
     u32* mine = histogram + (threadIdx.x % COPIES) * BINS;
     bool had = false, bad = false;
     for (int i = threadIdx.x; i < COPIES * BINS; i += COUNT_THREADS) histogram[i] = 0;
@@ -84,9 +70,13 @@ extern "C" __global__ void giants_count(
         for (int j = 4 * threadIdx.x; j < count; j += 4 * COUNT_THREADS) {
             float4 old = *reinterpret_cast<const float4*>(held + j);
             const Quad fresh = *reinterpret_cast<const Quad*>(gradient + j);
-            old.x = compensate(fresh.x, old.x, scale, had, bad), old.y = compensate(fresh.y, old.y, scale, had, bad);
-            old.z = compensate(fresh.z, old.z, scale, had, bad), old.w = compensate(fresh.w, old.w, scale, had, bad);
+            float4 last = correction.get_quad(place + j);
+            old.x = correction.compensate(fresh.x, old.x, scale, last.x, had, bad);
+            old.y = correction.compensate(fresh.y, old.y, scale, last.y, had, bad);
+            old.z = correction.compensate(fresh.z, old.z, scale, last.z, had, bad);
+            old.w = correction.compensate(fresh.w, old.w, scale, last.w, had, bad);
             *reinterpret_cast<float4*>(held + j) = old;
+            correction.put_quad(place + j, last);
             atomicAdd(&mine[bin_of(magnitude(old.x), base, shift)], 1u);
             atomicAdd(&mine[bin_of(magnitude(old.y), base, shift)], 1u);
             atomicAdd(&mine[bin_of(magnitude(old.z), base, shift)], 1u);
@@ -95,8 +85,10 @@ extern "C" __global__ void giants_count(
     } else {
         for (int j = threadIdx.x; j < count; j += COUNT_THREADS) {
             const i64 at = (i64)j * row.stride;
-            const float c = compensate(gradient[at], held[at], scale, had, bad);
+            float last = correction.get(place + at);
+            const float c = correction.compensate(gradient[at], held[at], scale, last, had, bad);
             held[at] = c;
+            correction.put(place + at, last);
             atomicAdd(&mine[bin_of(magnitude(c), base, shift)], 1u);
         }
     }
@@ -118,21 +110,6 @@ static __device__ __forceinline__ bool is_within(int bits, int low, int span, in
 static __device__ __forceinline__ void aim(Giant& giant, int low) {
     giant.base = max(0, min(low - WINDOW_BELOW, 0x7fffffff - (BINS << WINDOW_SHIFT)));
     giant.shift = WINDOW_SHIFT;
-}
-
-// From the top bin down: the bin in which the count passes `keep`. Every thread has one bin; all get the answer.
-static __device__ __forceinline__ void find_bin(int here, int keep, int& found, int& above, int& inside, int* words, int* answer) {
-    // Thread t has bin BINS - 1 - t, so that a sum upto t runs from the top.
-    int total;
-    const int upto = block_sum_upto(here, words, total);
-    if (upto >= keep && upto - here < keep) {
-        answer[0] = BINS - 1 - (int)threadIdx.x;
-        answer[1] = upto - here;
-        answer[2] = here;
-    }
-    __syncthreads();
-    found = answer[0], above = answer[1], inside = answer[2];
-    __syncthreads();
 }
 
 extern "C" __global__ __launch_bounds__(ROW_THREADS) void giants_bound(
@@ -287,12 +264,13 @@ extern "C" __global__ __launch_bounds__(ROW_THREADS) void giants_place(const int
 
 extern "C" __global__ void giants_send(
     float* memory, u8* payload, const Row* rows, const Chunk* chunks, const Giant* giants, const int* starts,
-    const int* list_bits, const int* list_index, const int* tallies, int count) {
+    const int* list_bits, const int* list_index, const int* tallies, int count MOMENTUM_PARAMETERS) {
     const int number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x & 31;
     if (number >= count) return;
     const Giant giant = giants[chunks[number].row];
     if (giant.overflow) return;
     const Row row = rows[chunks[number].row];
+    const Momentum correction = MOMENTUM_OF_GROUP;
     const bool all = giant.reached == row.keep;
     int place = tallies[2 * number], allowed = tallies[2 * number + 1];
     bool bad = false;
@@ -307,7 +285,7 @@ extern "C" __global__ void giants_send(
         if (take) {
             const int index = list_index[i];
             float* at = memory + row.memory + (i64)index * row.stride;
-            *at = send(*at, index, place + lanes_before(taken, lane), row, payload, bad);
+            *at = correction.send(*at, index, place + lanes_before(taken, lane), row, payload, bad);
         }
         place += __popc(taken);
         allowed -= min(allowed, __popc(ties));
@@ -315,8 +293,10 @@ extern "C" __global__ void giants_send(
     if (bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
 }
 
-extern "C" __global__ __launch_bounds__(ROW_THREADS) void giants_fallback(float* memory, u8* payload, const Row* rows, Giant* giants) {
+extern "C" __global__ __launch_bounds__(ROW_THREADS) void giants_fallback(
+    float* memory, u8* payload, const Row* rows, Giant* giants MOMENTUM_PARAMETERS) {
     if (!giants[blockIdx.x].overflow) return;
+    const Momentum correction = MOMENTUM_OF_GROUP;
     __shared__ u32 histogram[BINS];
     __shared__ int words[32], answer[3];
     const Row row = rows[blockIdx.x];
@@ -355,7 +335,7 @@ extern "C" __global__ __launch_bounds__(ROW_THREADS) void giants_fallback(float*
         const bool take = (all ? bits >= low : bits > low) || (tie && before < wanted);
         wanted -= min(wanted, total);
         const int upto = block_sum_upto(take, words, total);
-        if (take) held[j * row.stride] = send(c, (int)j, place + upto - 1, row, payload, bad);
+        if (take) held[j * row.stride] = correction.send(c, (int)j, place + upto - 1, row, payload, bad);
         place += total;
     }
     if (bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);

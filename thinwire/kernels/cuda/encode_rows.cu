@@ -2,7 +2,7 @@
 //
 // A row lies in the registers of WARPS warps, ELEMENTS per lane. Warp w owns the w-th part of the row, so that order is
 // settled inside a warp and by one prefix over the warps.
-//  1. c = residual + gradient.
+//  1. c = residual + gradient, or as momentum.cuh says.
 //  2. Find a bit pattern that `keep` magnitudes reach and fewer exceed: start at the pattern of the last call, step away from
 //     it until it is between two bounds, then go by the counts at both. Most rows stop at a pattern that exactly `keep`
 //     magnitudes reach.
@@ -10,6 +10,8 @@
 //
 // COLUMNS is the number of rows per block. Strided rows are neighbours in memory: the block loads and stores them together,
 // so that memory is read in whole sectors, and turns them in shared memory.
+
+#include "momentum.cuh"
 
 #define QUADS (ELEMENTS / 4)
 #define ROW_THREADS (32 * WARPS)
@@ -22,6 +24,8 @@
 #define BLOCKS_AT_ONCE (BLOCK_THREADS > 256 ? 1 : (ELEMENTS > 32 ? 512 : 640) / BLOCK_THREADS)
 #define FIRST_STEP_WARM (1 << 19)
 #define FIRST_STEP_COLD (1 << 21)
+// Quads under way at once: with momentum each is three loads, and registers are what a row lies in.
+#define QUAD_BATCH (MOMENTUM ? BATCH / 2 : BATCH)
 // Probes that go by the counts before halving: halving alone ends for sure.
 #define GUIDED_PROBES 6
 
@@ -134,7 +138,8 @@ static __device__ __forceinline__ int search(const float (&c)[ELEMENTS], const R
 #endif
 
 extern "C" __global__ __launch_bounds__(BLOCK_THREADS, BLOCKS_AT_ONCE) void encode_rows(
-    const Gradient* bucket, float* memory, u8* payload, const Row* rows, int* guesses, const float* ratio, int count) {
+    const Gradient* bucket, float* memory, u8* payload, const Row* rows, int* guesses, const float* ratio,
+    int count MOMENTUM_PARAMETERS) {
     const int lane = threadIdx.x & 31;
     const int local = threadIdx.x / ROW_THREADS, number = blockIdx.x * (blockDim.x / ROW_THREADS) + local;
 #if WARPS > 1
@@ -150,6 +155,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_THREADS, BLOCKS_AT_ONCE) void enco
     const Row row = rows[live ? number : count - 1];
     const int first = team.warp * 32 * ELEMENTS;
     const float scale = *ratio;
+    const Momentum correction = MOMENTUM_OF_GROUP;
     bool had = false, bad = false;
     float c[ELEMENTS];
 
@@ -164,17 +170,21 @@ extern "C" __global__ __launch_bounds__(BLOCK_THREADS, BLOCKS_AT_ONCE) void enco
         const float* old = memory + head.memory + column;
         for (int start = threadIdx.x / COLUMNS; start < head.length; start += BATCH * step) {
             Gradient fresh[BATCH];
-            float before[BATCH];
+            float before[BATCH], last[BATCH];
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 const i64 at = (i64)min(start + i * step, head.length - 1) * head.stride;
                 fresh[i] = gradient[at];
                 before[i] = old[at];
+                last[i] = correction.get(head.memory + column + at);
             }
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 const int j = start + i * step;
-                if (j < head.length) columns[column * pitch + j] = compensate(fresh[i], before[i], scale, had, bad);
+                if (j < head.length) {
+                    columns[column * pitch + j] = correction.compensate(fresh[i], before[i], scale, last[i], had, bad);
+                    correction.put(head.memory + column + (i64)j * head.stride, last[i]);
+                }
             }
         }
     }
@@ -194,29 +204,38 @@ extern "C" __global__ __launch_bounds__(BLOCK_THREADS, BLOCKS_AT_ONCE) void enco
     if (row.vector) {
         int any = 0, top = 0;
 #pragma unroll
-        for (int start = 0; start < QUADS; start += BATCH) {
-            float4 old[BATCH];
-            Quad fresh[BATCH];
+        for (int start = 0; start < QUADS; start += QUAD_BATCH) {
+            float4 old[QUAD_BATCH], last[QUAD_BATCH];
+            Quad fresh[QUAD_BATCH];
 #pragma unroll
-            for (int i = 0; i < BATCH && start + i < QUADS; ++i) {
+            for (int i = 0; i < QUAD_BATCH && start + i < QUADS; ++i) {
                 // No branch, so that all loads leave together; places outside the row read its end.
                 const int at = min(first + ((start + i) * 32 + lane) * 4, row.length - 4);
                 old[i] = *reinterpret_cast<const float4*>(held + at);
                 fresh[i] = *reinterpret_cast<const Quad*>(gradient + at);
+                last[i] = correction.get_quad(row.memory + at);
             }
 #pragma unroll
-            for (int i = 0; i < BATCH && start + i < QUADS; ++i) {
-                const int e = 4 * (start + i);
+            for (int i = 0; i < QUAD_BATCH && start + i < QUADS; ++i) {
+                const int e = 4 * (start + i), at = first + ((start + i) * 32 + lane) * 4;
+#if MOMENTUM
+                // The new momentum is written before all of the row has been seen, so every element is looked at.
+                c[e] = correction.compensate(fresh[i].x, old[i].x, scale, last[i].x, had, bad);
+                c[e + 1] = correction.compensate(fresh[i].y, old[i].y, scale, last[i].y, had, bad);
+                c[e + 2] = correction.compensate(fresh[i].z, old[i].z, scale, last[i].z, had, bad);
+                c[e + 3] = correction.compensate(fresh[i].w, old[i].w, scale, last[i].w, had, bad);
+                if (at < row.length) correction.put_quad(row.memory + at, last[i]);
+#else
                 c[e] = compensate_unseen(fresh[i].x, old[i].x, scale, any, top);
                 c[e + 1] = compensate_unseen(fresh[i].y, old[i].y, scale, any, top);
                 c[e + 2] = compensate_unseen(fresh[i].z, old[i].z, scale, any, top);
                 c[e + 3] = compensate_unseen(fresh[i].w, old[i].w, scale, any, top);
+#endif
                 // Not a number reaches no threshold, so that places outside the row are never chosen.
-                if (first + ((start + i) * 32 + lane) * 4 >= row.length)
-                    c[e] = c[e + 1] = c[e + 2] = c[e + 3] = __int_as_float(0x7fffffff);
+                if (at >= row.length) c[e] = c[e + 1] = c[e + 2] = c[e + 3] = __int_as_float(0x7fffffff);
             }
         }
-        had = any != 0;
+        had |= any != 0;
         plain = __ballot_sync(EVERY_LANE, top >= INFINITE) != 0;
     }
     if (plain) {
@@ -224,7 +243,10 @@ extern "C" __global__ __launch_bounds__(BLOCK_THREADS, BLOCKS_AT_ONCE) void enco
 #pragma unroll
         for (int e = 0; e < ELEMENTS; ++e) {
             int at = first + ((e / 4) * 32 + lane) * 4 + e % 4;
-            c[e] = at < row.length ? compensate(gradient[at], held[at], scale, had, bad) : __int_as_float(0x7fffffff);
+            float last = at < row.length ? correction.get(row.memory + at) : 0.0f;
+            c[e] = at < row.length ? correction.compensate(gradient[at], held[at], scale, last, had, bad)
+                                   : __int_as_float(0x7fffffff);
+            if (at < row.length) correction.put(row.memory + at, last);
         }
     }
 #endif
@@ -286,7 +308,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_THREADS, BLOCKS_AT_ONCE) void enco
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if ((four >> i) & 1)
-                    c[4 * q + i] = send(c[4 * q + i], first + (q * 32 + lane) * 4 + i, next++, row, payload, bad);
+                    c[4 * q + i] = correction.send(c[4 * q + i], first + (q * 32 + lane) * 4 + i, next++, row, payload, bad);
             place += all;
         }
         int at = first + (q * 32 + lane) * 4;

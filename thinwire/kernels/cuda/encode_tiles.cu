@@ -1,10 +1,12 @@
 // The same as encode_rows for rows that are strided or too long for registers: one block takes up to FIBRES neighbouring rows.
 //
-//  1. c = residual + gradient, written to memory, with a histogram of the leading bits of every magnitude.
+//  1. c = residual + gradient, or as momentum.cuh says, to memory; a histogram of the leading bits of every magnitude.
 //  2. The bin of the keep-th magnitude; while it holds more than is wanted, a histogram of the next bits inside it.
 //  3. One bit per element that reaches the pattern found; walking the bits gives the entries in ascending order, ties cut last.
 //
 // Neighbouring rows lie next to each other in memory where rows are strided, so that a load of FIBRES lanes is one sector.
+
+#include "momentum.cuh"
 
 #define THREADS 1024
 #define BINS 1024
@@ -16,7 +18,8 @@ struct Tile {
 };
 
 extern "C" __global__ __launch_bounds__(THREADS) void encode_tiles(
-    const Gradient* bucket, float* memory, u8* payload, const Row* rows, const Tile* tiles, const float* ratio, int words) {
+    const Gradient* bucket, float* memory, u8* payload, const Row* rows, const Tile* tiles, const float* ratio,
+    int words MOMENTUM_PARAMETERS) {
     DYNAMIC_SHARED(u32, shared);
     u32* histogram = shared;             // FIBRES x BINS
     u32* reaching = shared;              // FIBRES x words, when the histograms are done with
@@ -29,6 +32,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void encode_tiles(
     const Gradient* gradient = bucket + row.gradient;
     float* held = memory + row.memory;
     const float scale = *ratio;
+    const Momentum correction = MOMENTUM_OF_GROUP;
     const int length = live ? row.length : 0;
     bool had = false, bad = false;
 
@@ -37,19 +41,22 @@ extern "C" __global__ __launch_bounds__(THREADS) void encode_tiles(
     __syncthreads();
     for (int start = member; start < length; start += BATCH * TEAM) {
         Gradient fresh[BATCH];
-        float before[BATCH];
+        float before[BATCH], last[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             const i64 at = (i64)min(start + i * TEAM, length - 1) * row.stride;
             fresh[i] = gradient[at];
             before[i] = held[at];
+            last[i] = correction.get(row.memory + at);
         }
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             const int j = start + i * TEAM;
             if (j < length) {
-                const float c = compensate(fresh[i], before[i], scale, had, bad);
-                held[(i64)j * row.stride] = c;
+                const i64 at = (i64)j * row.stride;
+                const float c = correction.compensate(fresh[i], before[i], scale, last[i], had, bad);
+                held[at] = c;
+                correction.put(row.memory + at, last[i]);
                 atomicAdd(&histogram[fibre * BINS + ((__float_as_int(c) & 0x7fffffff) >> 21)], 1u);
             }
         }
@@ -130,7 +137,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void encode_tiles(
             for (; rest; rest &= rest - 1) {
                 const int index = (first + lane) * 32 + __ffs(rest) - 1;
                 const i64 at = (i64)index * mine.stride;
-                left[at] = send(left[at], index, next++, mine, payload, bad);
+                left[at] = correction.send(left[at], index, next++, mine, payload, bad);
             }
             place += __shfl_sync(EVERY_LANE, upto, 31);
         }

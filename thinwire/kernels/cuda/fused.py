@@ -1,10 +1,14 @@
 """Fused top-k on CUDA: memory, selection and packing in one pass, all ranks' entries to a gradient in another.
 
-References: `Residual`, `ExactTopK`, `Codec` and `AllGatherFast` chained by `SparseCompressor`, whose bits these are.
+References: `Residual` or `MomentumCorrection`, `ExactTopK`, `Codec` and `AllGatherFast` chained by `SparseCompressor`, whose bits
+these are.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +29,37 @@ LOOK_BLOCKS = 256
 """Blocks of a kernel that usually only looks at a flag."""
 
 
+@dataclass(frozen=True)
+class Correction:
+    """Momentum correction as the kernels know it (momentum.cuh)."""
+
+    momentum: float
+    nesterov: bool
+    masking: bool
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        return ("MOMENTUM", 2 if self.nesterov else 1), ("MASKING", int(self.masking))
+
+    def arguments(self, u: Tensor, kept: Tensor, ratio: Tensor) -> list[Any]:
+        """MOMENTUM_PARAMETERS; numbers travel as integers, so the momentum goes by its bits."""
+        (bits,) = struct.unpack("i", struct.pack("f", self.momentum))
+        return [u, kept, ratio, bits]
+
+
 class FusedTopK:
     """The kernels of one codec on one group; buffers that shapes fix are made once."""
 
     compiler: Compiler = staticmethod(compile_with_nvrtc)
 
-    def __init__(self, group: Group, codec: Codec, gradient_dtype: torch.dtype, world: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        codec: Codec,
+        gradient_dtype: torch.dtype,
+        world: int,
+        correction: Correction | None = None,
+    ) -> None:
         self.codec = codec
         self.group = group
         self.tables: Tables = make_tables(group, codec)
@@ -42,6 +71,7 @@ class FusedTopK:
             ("VALUE_CODE", FLOAT_CODES[values]),
             ("GRADIENT_CODE", FLOAT_CODES[gradient_dtype]),
         )
+        self._correction = correction
         self._one = torch.ones(1, device=group.device)
         self._share = torch.full((1,), 1 / world, device=group.device)
         self.every_slot = torch.ones(len(codec.table.rows), dtype=torch.uint8, device=group.device)
@@ -49,12 +79,30 @@ class FusedTopK:
     def _kernel(self, file: str, name: str, **more: int) -> Kernel:
         return self.compiler(file, name, (*self._defines, *more.items()))
 
-    def encode(self, bucket_flat: Tensor, memory: Tensor, ratio: Tensor | None) -> Tensor:
-        """The payload; `memory` (the residual times `ratio`, plus the gradient) keeps what is not in it."""
+    def _memory_kernel(self, file: str, name: str, **more: int) -> Kernel:
+        """One that knows of momentum."""
+        corrected = () if self._correction is None else self._correction.defines
+        return self.compiler(file, name, (*self._defines, *corrected, *more.items()))
+
+    def open_momentum(self, u: Tensor, ratio: Tensor | None) -> list[Any]:
+        """What `encode` and `give_back` of one step need to know of a momentum that is to be multiplied with `ratio` first."""
+        assert self._correction is not None
+        entries = self.codec.table.entries if self._correction.masking else 0
+        kept = torch.empty(entries, device=u.device)
+        return self._correction.arguments(u, kept, self._one if ratio is None else ratio)
+
+    def encode(
+        self,
+        bucket_flat: Tensor,
+        memory: Tensor,
+        ratio: Tensor | None,
+        momentum: Sequence[Any] = (),
+    ) -> Tensor:
+        """The payload; `memory` (the residual times `ratio`, plus the gradient or momentum) keeps what is not in it."""
         payload = self.tables.template.clone()
         scale = self._one if ratio is None else ratio
         for launch in self.tables.encode_rows:
-            kernel = self._kernel(
+            kernel = self._memory_kernel(
                 "encode_rows.cu",
                 "encode_rows",
                 WARPS=launch.warps,
@@ -66,23 +114,37 @@ class FusedTopK:
             kernel(
                 (-(-count // per_block), 1, 1),
                 (WARP * launch.warps * per_block, 1, 1),
-                [bucket_flat, memory, payload, launch.rows, launch.guesses, scale, count],
+                [
+                    *(bucket_flat, memory, payload, launch.rows, launch.guesses, scale, count),
+                    *momentum,
+                ],
                 shared_mem=launch.shared_bytes,
             )
         for tile in self.tables.encode_tiles:
-            kernel = self._kernel("encode_tiles.cu", "encode_tiles", FIBRES=tile.fibres)
+            kernel = self._memory_kernel("encode_tiles.cu", "encode_tiles", FIBRES=tile.fibres)
             kernel(
                 (len(tile.parts), 1, 1),
                 (TILE_THREADS, 1, 1),
-                [bucket_flat, memory, payload, tile.rows, tile.parts, scale, tile.words],
+                [
+                    *(bucket_flat, memory, payload, tile.rows, tile.parts, scale, tile.words),
+                    *momentum,
+                ],
                 shared_mem=4 * tile.fibres * max(BINS, tile.words),
             )
         if self.tables.encode_giants is not None:
-            self._encode_giants(self.tables.encode_giants, bucket_flat, memory, payload, scale)
+            self._encode_giants(
+                self.tables.encode_giants, bucket_flat, memory, payload, scale, momentum
+            )
         return payload
 
     def _encode_giants(
-        self, t: GiantLaunch, bucket_flat: Tensor, memory: Tensor, payload: Tensor, scale: Tensor
+        self,
+        t: GiantLaunch,
+        bucket_flat: Tensor,
+        memory: Tensor,
+        payload: Tensor,
+        scale: Tensor,
+        momentum: Sequence[Any],
     ) -> None:
         """The steps of encode_giants.cu."""
         chunks, rows = len(t.chunks), len(t.rows)
@@ -92,7 +154,11 @@ class FusedTopK:
         def launch(name: str, blocks: int, threads: int, args: list[Any]) -> None:
             self._kernel("encode_giants.cu", name)((blocks, 1, 1), (threads, 1, 1), args)
 
-        launch(
+        def launch_on_memory(name: str, blocks: int, threads: int, args: list[Any]) -> None:
+            kernel = self._memory_kernel("encode_giants.cu", name)
+            kernel((blocks, 1, 1), (threads, 1, 1), [*args, *momentum])
+
+        launch_on_memory(
             "giants_count",
             chunks,
             COUNT_THREADS,
@@ -112,13 +178,13 @@ class FusedTopK:
             "giants_tally", warps, WARP * ROW_WARPS, [*per_chunk, t.list_bits, t.tallies, chunks]
         )
         launch("giants_place", rows, BINS, [t.first_chunks, t.giants, t.tallies])
-        launch(
+        launch_on_memory(
             "giants_send",
             warps,
             WARP * ROW_WARPS,
             [memory, payload, *per_chunk, t.list_bits, t.list_index, t.tallies, chunks],
         )
-        launch("giants_fallback", rows, BINS, [memory, payload, t.rows, t.giants])
+        launch_on_memory("giants_fallback", rows, BINS, [memory, payload, t.rows, t.giants])
 
     def read_headers(self, gathered: Tensor) -> tuple[Tensor, Tensor]:
         """(uint8 [slots]: anybody had a gradient; bool [2]: something is wrong, some slot is unused)."""
@@ -171,14 +237,20 @@ class FusedTopK:
             )
 
     def give_back(
-        self, memory: Tensor, payload: Tensor, used: Tensor, flag: Tensor, of_used: bool
+        self,
+        memory: Tensor,
+        payload: Tensor,
+        used: Tensor,
+        flag: Tensor,
+        of_used: bool,
+        momentum: Sequence[Any] = (),
     ) -> None:
         """If the flag (a byte) is up: the payload's entries of the used (or of the unused) slots return to memory."""
         rows = self.tables.all_rows
-        self._kernel("settle.cu", "give_back")(
+        self._memory_kernel("settle.cu", "give_back")(
             (min(LOOK_BLOCKS, -(-len(rows) // ROW_WARPS)), 1, 1),
             (WARP * ROW_WARPS, 1, 1),
-            [memory, payload, rows, used, flag, len(rows), int(of_used)],
+            [memory, payload, rows, used, flag, len(rows), int(of_used), *momentum],
         )
 
 

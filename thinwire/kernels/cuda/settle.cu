@@ -1,11 +1,15 @@
 // What has to be taken back: rare, so that the usual answer is one look at a flag and no traffic.
 
+#include "momentum.cuh"
+
 // Entries return to memory:
 //   mode 0: those of slots that nobody had a gradient for, if there are any (flag = status[1])
 //   mode 1: those of the other slots, if the step turned bad (flag)
 extern "C" __global__ void give_back(
-    float* memory, const u8* payload, const Row* rows, const u8* used, const u8* flag, int count, int mode) {
+    float* memory, const u8* payload, const Row* rows, const u8* used, const u8* flag, int count,
+    int mode MOMENTUM_PARAMETERS) {
     if (*flag == 0) return;
+    const Momentum correction = MOMENTUM_OF_GROUP;
     const int lane = threadIdx.x & 31, warps = gridDim.x * blockDim.x / 32;
     for (int number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; number < count; number += warps) {
         const Row row = rows[number];
@@ -13,6 +17,7 @@ extern "C" __global__ void give_back(
         for (int place = lane; place < row.keep; place += 32) {
             const i64 at = row.memory + (i64)read_index(payload + row.indices, place, row.wide) * row.stride;
             memory[at] = __fadd_rn(memory[at], from_wire(reinterpret_cast<const Value*>(payload + row.values)[place]));
+            correction.give_back(at, place, row);
         }
     }
 }

@@ -271,7 +271,7 @@ def describe_rows(group: Group, codec: Codec) -> list[Tensor]:
             torch.full((rows.count,), rows.length | rows.keep << 32),
             torch.full((rows.count,), rows.stride | which << 32),
             int(width == 4) | vector << 32,
-            neighbours(offsets),
+            neighbours(offsets) | (codec.table.entry_starts[which] + numbers * rows.keep) << 32,
         ]
         tables.append(torch.stack(columns, 1))
     return tables

@@ -1,0 +1,109 @@
+// Payloads whose slots are whole tensors and tell in the header how many of their places are taken.
+//
+// The places behind are left over: they hold 0 at index 0 and are never looked at. Indices ascend before them.
+
+#include "decode.cu"
+
+struct Aim {
+    Row row;
+    int unused[4];
+};
+
+static __device__ __forceinline__ const int* words_of(const u8* payload, int slot) {
+    return reinterpret_cast<const int*>(payload) + HEADER_FIXED + slot * (HEADER_SLOT + NOTE_WORDS);
+}
+
+// Entries of a slot in one rank's payload; a header that says more than there are places marks the step as bad elsewhere.
+static __device__ __forceinline__ int count_of(const u8* payload, const Row& row) {
+    return max(0, min(words_of(payload, row.slot)[0], row.keep));
+}
+
+// As read_headers, with counts up to the places of each slot.
+extern "C" __global__ void read_counts(
+    const u8* gathered, const int* header, const Aim* aims, u8* used, u8* status, int world, int payload_bytes, int slots) {
+    for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
+        bool any = false;
+        for (int rank = 0; rank < world; ++rank) {
+            const int* words = words_of(gathered + (i64)rank * payload_bytes, slot);
+            any |= words[HEADER_HAD] != 0;
+            if (words[0] < 0 || words[0] > aims[slot].row.keep) raise(status);
+        }
+        used[slot] = any;
+        if (!any) raise(status + 1);
+    }
+    for (int i = threadIdx.x; i < world * HEADER_FIXED; i += blockDim.x) {
+        const u8* payload = gathered + (i64)(i / HEADER_FIXED) * payload_bytes;
+        if (reinterpret_cast<const int*>(payload)[i % HEADER_FIXED] != header[i % HEADER_FIXED]) raise(status);
+    }
+}
+
+// As decode_tiles, a block for each piece of a slot.
+extern "C" __global__ __launch_bounds__(THREADS) void decode_counted(
+    const u8* gathered, float* out, const Aim* aims, const Piece* pieces, const u8* used, u8* status, float* share, int world,
+    int payload_bytes, int into_bucket) {
+    __shared__ float sum[PIECE];
+    __shared__ int edges[MOST_AT_ONCE][2];
+    const Piece piece = pieces[blockIdx.x];
+    const Row row = aims[piece.first].row;
+    const int here = min(row.length - piece.start, PIECE);
+    const float average = *share;
+    const bool live = used[row.slot];
+    bool bad = false;
+    for (int i = threadIdx.x; i < here; i += THREADS) sum[i] = 0.0f;
+    for (int ranks = 0; live && ranks < world; ranks += MOST_AT_ONCE) {
+        const int together = min(world - ranks, MOST_AT_ONCE);
+        __syncthreads();
+        // Each bisection waits for memory several times over: those of all ranks run side by side.
+        for (int i = threadIdx.x; i < 2 * together; i += THREADS) {
+            const u8* payload = gathered + (i64)(ranks + i / 2) * payload_bytes;
+            Row mine = row;
+            mine.keep = count_of(payload, row);
+            const int from = piece.start + (i % 2) * PIECE;
+            edges[i / 2][i % 2] = from == 0 ? 0 : find_place(payload + row.indices, mine, from);
+            // Bisection finds nothing at or beyond the end of the row; only a corrupt payload has something there.
+            if (i % 2 && mine.keep && read_index(payload + row.indices, mine.keep - 1, row.wide) >= row.length) bad = true;
+        }
+        __syncthreads();
+        for (int rank = 0; rank < together; ++rank) {
+            const u8* payload = gathered + (i64)(ranks + rank) * payload_bytes;
+            const Value* values = reinterpret_cast<const Value*>(payload + row.values);
+            for (int place = edges[rank][0] + threadIdx.x; place < edges[rank][1]; place += THREADS) {
+                const int at = read_index(payload + row.indices, place, row.wide) - piece.start;
+                if (at < 0 || at >= here)
+                    bad = true;
+                else
+                    sum[at] = __fadd_rn(sum[at], from_wire(values[place]));
+            }
+            __syncthreads();
+        }
+    }
+    __syncthreads();
+    float* target = out + (into_bucket ? row.gradient : row.memory) + piece.start;
+    const int quads = row.vector ? here / 4 : 0;
+    for (int j = threadIdx.x; j < quads; j += THREADS) {
+        float4 four = reinterpret_cast<const float4*>(sum)[j];
+        bad |= take_mean(four, average);
+        reinterpret_cast<float4*>(target)[j] = four;
+    }
+    for (int j = 4 * quads + threadIdx.x; j < here; j += THREADS) {
+        const float mean = __fmul_rn(sum[j], average);
+        bad |= !is_finite(mean);
+        target[j] = mean;
+    }
+    if (bad) raise(status);
+}
+
+// As give_back of settle.cu, all blocks on one slot after the other.
+extern "C" __global__ void give_back_counted(
+    float* memory, const u8* payload, const Aim* aims, const u8* used, const u8* flag, int slots, int mode) {
+    if (*flag == 0) return;
+    for (int slot = 0; slot < slots; ++slot) {
+        if (used[slot] != mode) continue;
+        const Row row = aims[slot].row;
+        const int count = count_of(payload, row);
+        for (int place = blockIdx.x * blockDim.x + threadIdx.x; place < count; place += gridDim.x * blockDim.x) {
+            float* at = memory + row.memory + read_index(payload + row.indices, place, row.wide);
+            *at = __fadd_rn(*at, from_wire(reinterpret_cast<const Value*>(payload + row.values)[place]));
+        }
+    }
+}

@@ -1,0 +1,101 @@
+// Momentum correction beside the residual v that selection chooses from, its order of operations and its roundings those of
+// thinwire/memory/momentum.py:
+//
+//   MOMENTUM 0   there is none                   v = v + g
+//   MOMENTUM 1   u = m u + g                     v = v + u
+//   MOMENTUM 2   u = m u + g, Nesterov           v = v + g + m u
+//
+// MASKING 1: u becomes 0 where something is sent, and `kept` has what it was at every entry, to be put back if need be.
+// Without momentum all of this compiles to nothing.
+
+#ifndef MOMENTUM
+#define MOMENTUM 0
+#define MASKING 0
+#endif
+
+#if MOMENTUM
+#define MOMENTUM_PARAMETERS , float* momentum, float* kept, const float* momentum_ratio, int momentum_factor
+#define MOMENTUM_OF_GROUP {momentum, kept, *momentum_ratio, __int_as_float(momentum_factor)}
+#else
+#define MOMENTUM_PARAMETERS
+#define MOMENTUM_OF_GROUP {}
+#endif
+
+struct Momentum {
+#if MOMENTUM
+    float* u;      // laid out as memory is
+    float* kept;   // one per entry of the payload
+    float ratio;   // u times this is in the units of the gradient
+    float factor;  // m
+#endif
+
+    __device__ __forceinline__ float get(i64 at) const {
+#if MOMENTUM
+        return u[at];
+#else
+        return 0.0f;
+#endif
+    }
+
+    __device__ __forceinline__ void put(i64 at, float now) const {
+#if MOMENTUM
+        u[at] = now;
+#endif
+    }
+
+    __device__ __forceinline__ float4 get_quad(i64 at) const {
+#if MOMENTUM
+        return *reinterpret_cast<const float4*>(u + at);
+#else
+        return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#endif
+    }
+
+    __device__ __forceinline__ void put_quad(i64 at, float4 now) const {
+#if MOMENTUM
+        *reinterpret_cast<float4*>(u + at) = now;
+#endif
+    }
+
+    // One element: `last` is u and becomes the new one; returns the new v.
+    __device__ __forceinline__ float compensate(Gradient raw, float held, float scale, float& last, bool& had, bool& bad) const {
+#if MOMENTUM
+        const float gradient = finite_gradient(raw, had, bad);
+        last = __fadd_rn(__fmul_rn(__fmul_rn(last, ratio), factor), gradient);
+        held = __fmul_rn(held, scale);
+#if MOMENTUM == 2
+        // torch adds a multiple with one rounding, on the CPU and on CUDA.
+        return fmaf(last, factor, __fadd_rn(held, gradient));
+#else
+        return __fadd_rn(held, last);
+#endif
+#else
+        return ::compensate(raw, held, scale, had, bad);
+#endif
+    }
+
+    // Write one chosen entry to the payload; returns what stays of v.
+    __device__ __forceinline__ float send(float c, int index, int place, const Row& row, u8* payload, bool& bad) const {
+        float sent;
+        const float left = ::send(c, index, place, row, payload, sent, bad);
+#if MOMENTUM
+        const i64 at = row.memory + (i64)index * row.stride;
+        float now = u[at];
+        // A sum of finite numbers can overflow; nothing of that may stay. v is infinite where u is, so it is looked for here.
+        if ((__float_as_int(now) & 0x7fffffff) >= INFINITE) u[at] = now = 0.0f;
+#if MASKING
+        kept[row.entry + place] = now;
+        // What the wire rounds to 0 was not sent.
+        if (sent != 0.0f) u[at] = 0.0f;
+#endif
+#endif
+        return left;
+    }
+
+    // What `send` masked returns.
+    __device__ __forceinline__ void give_back(i64 at, int place, const Row& row) const {
+#if MASKING
+        u[at] = kept[row.entry + place];
+#endif
+    }
+};

@@ -1,0 +1,249 @@
+"""Fused threshold selection on CUDA: memory, selection and packing of whole tensors in one pass, decoding by counts.
+
+References: `Residual`, `ThresholdSession`, `Codec` and `AllGatherFast` chained by `SparseCompressor`, whose bits these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ExchangeError
+from thinwire.kernels.cuda.fused import FLOAT_CODES, LOOK_BLOCKS, ROW_WARPS
+from thinwire.kernels.cuda.launch import Compiler, compile_with_nvrtc
+from thinwire.kernels.cuda.tables import BINS, PIECE, WARP
+from thinwire.plan.groups import Group
+from thinwire.wire.codec import FIXED_WORDS, SLOT_WORDS, Codec
+from thinwire.wire.fixed import FixedWidthCode
+from thinwire.wire.floats import FloatCode
+
+THREADS = 256
+CHUNK = 8192
+"""Elements that one block collects from."""
+CANDIDATES_PER_ENTRY = 4
+SPARE_CANDIDATES = 1024
+"""Room for the candidates of a slot; one that has more goes round again."""
+UNKNOWN = float("nan")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How many of a slot are sent: those that reach its threshold, at most its places; `target` if fewer than `fewest` do."""
+
+    fewest: int
+    target: int
+    exact: bool
+    """Whether the smallest that is sent becomes the slot's threshold."""
+
+
+class Board:
+    """What one group needs in every turn, whatever the mode of its slots: thresholds, chunks, room to work in."""
+
+    def __init__(self, group: Group, keeps: Sequence[int], world: int, tolerance: float) -> None:
+        """`keeps`: how many entries each slot usually sends; `tolerance`: the relative change of a threshold that counts as 1."""
+        device = group.device
+        slots: list[list[int]] = []
+        chunks: list[list[int]] = []
+        pieces: list[list[int]] = []
+        listed = 0
+        for which, (slot, keep) in enumerate(zip(group.slots, keeps, strict=True)):
+            starts = range(0, slot.numel, CHUNK)
+            room = min(slot.numel, CANDIDATES_PER_ENTRY * keep + SPARE_CANDIDATES)
+            slots.append([len(chunks), len(starts), listed, room, *[0] * 6])
+            chunks += [[which, start] for start in starts]
+            pieces += [[which, 1, start] for start in range(0, slot.numel, PIECE)]
+            listed += room
+        if listed >= 1 << 31:
+            raise ExchangeError(f"a bucket's candidates ({listed}) do not fit 31-bit places")
+
+        def table(rows: list[list[int]]) -> Tensor:
+            return on_device(torch.tensor(rows, dtype=torch.int32), device)
+
+        def room_for(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.slots = table(slots)
+        """int32 [slots, 10]: struct Slot."""
+        self.chunks = table(chunks)
+        """int32 [chunks, 2]: struct Chunk."""
+        self.pieces = table(pieces)
+        """int32 [pieces, 3]: struct Piece."""
+        self.sections = room_for(len(chunks), 4)
+        """struct Section"""
+        self.list_bits = room_for(listed)
+        self.list_index = room_for(listed)
+        self.histograms = room_for(len(slots), BINS)
+        self.flag = room_for(1)
+        """Whether a slot goes round again."""
+        self.thresholds = torch.full((len(slots),), UNKNOWN, device=device)
+        self.threshold_views = list(self.thresholds.unbind())
+        """0-dimensional, one per slot: what a session holds as the threshold of a parameter."""
+        self.world = world
+        self.one = torch.ones(1, device=device)
+        self.share = torch.full((1,), 1 / world, device=device)
+        self.tolerance = torch.full((1,), tolerance, device=device)
+        self.every_slot = torch.ones(len(slots), dtype=torch.uint8, device=device)
+
+
+class FusedThreshold:
+    """The kernels of one codec on one group, every slot of which is one row."""
+
+    compiler: Compiler = staticmethod(compile_with_nvrtc)
+
+    def __init__(
+        self,
+        group: Group,
+        codec: Codec,
+        board: Board,
+        goals: Sequence[Goal],
+        gradient_dtype: torch.dtype,
+    ) -> None:
+        self.group = group
+        self.codec = codec
+        self.board = board
+        self.every_slot = board.every_slot
+        self.into_bucket = gradient_dtype == torch.float32
+        """Whether decoding writes the bucket itself; a narrower one needs the exact update for its rounding."""
+        assert isinstance(codec.values, FloatCode)
+        self._defines = (
+            ("VALUE_CODE", FLOAT_CODES[codec.values.dtype]),
+            ("GRADIENT_CODE", FLOAT_CODES[gradient_dtype]),
+            ("NOTE_WORDS", codec.note_words),
+        )
+        aims = torch.tensor(describe(group, codec, goals), dtype=torch.int64)
+        self._aims = on_device(aims, group.device)
+        self._slot_words: Tensor | None = None
+        self._header = on_device(codec.fixed_header()[:FIXED_WORDS], group.device)
+
+    def _launch(self, file: str, name: str, blocks: int, threads: int, args: list[Any]) -> None:
+        defines = self._defines if file != "decode_counted.cu" else (*self._defines, ("FIBRES", 1))
+        self.compiler(file, name, defines)((blocks, 1, 1), (threads, 1, 1), args)
+
+    def encode(
+        self,
+        bucket_flat: Tensor,
+        memory: Tensor,
+        ratio: Tensor | None,
+        momentum: Sequence[Any] = (),
+    ) -> Tensor:
+        """The payload; `memory` (the residual times `ratio`, plus the gradient) keeps what is not in it.
+
+        The steps of encode_threshold.cu.
+        """
+        assert not momentum
+        b, aims = self.board, self._aims
+        payload = torch.zeros(self.codec.nbytes, dtype=torch.uint8, device=memory.device)
+        scale = b.one if ratio is None else ratio
+        chunks, slots = len(b.chunks), len(b.slots)
+        lists = [b.list_bits, b.list_index]
+
+        def launch(name: str, blocks: int, threads: int, args: list[Any]) -> None:
+            self._launch("encode_threshold.cu", name, blocks, threads, args)
+
+        def decide(again: int) -> None:
+            known = [memory, payload, aims, self._header, b.slots, b.sections, b.list_bits]
+            found = [b.histograms, b.thresholds, b.tolerance, b.flag, again]
+            launch("decide", slots, BINS, [*known, *found])
+
+        read = [bucket_flat, memory, payload, aims, b.chunks, b.thresholds, scale]
+        launch("collect", chunks, THREADS, [*read, b.slots, b.sections, *lists])
+        decide(again=0)
+        few = min(LOOK_BLOCKS, chunks)
+        held = [memory, aims, b.chunks, b.slots]
+        launch("recount", few, THREADS, [*held, b.histograms, b.flag, chunks])
+        launch("rebound", slots, BINS, [b.slots, b.histograms, b.flag])
+        launch("recollect", few, THREADS, [*held, b.sections, *lists, b.flag, chunks])
+        decide(again=1)
+        launch(
+            "send_lists",
+            -(-chunks // ROW_WARPS),
+            WARP * ROW_WARPS,
+            [memory, payload, aims, b.chunks, b.slots, b.sections, *lists, b.flag, chunks],
+        )
+        return payload
+
+    def read_headers(self, gathered: Tensor) -> tuple[Tensor, Tensor]:
+        """(uint8 [slots]: anybody had a gradient; bool [2]: something is wrong, some slot is unused)."""
+        slots = len(self._aims)
+        used = torch.empty(slots, dtype=torch.uint8, device=gathered.device)
+        status = torch.zeros(2, dtype=torch.bool, device=gathered.device)
+        sizes = [self.board.world, gathered.stride(0), slots]
+        args = [gathered, self._header, self._aims, used, status, *sizes]
+        self._launch("decode_counted.cu", "read_counts", 1, THREADS, args)
+        words = gathered.view(torch.int32)[:, FIXED_WORDS : self.codec.header_words]
+        self._slot_words = words.unflatten(1, (slots, SLOT_WORDS + self.codec.note_words))
+        return used, status
+
+    def take_slot_words(self) -> tuple[Tensor, Tensor]:
+        """What all ranks said of each slot in the headers just read, once.
+
+        (counts int32 [world, slots], notes float32 [world, slots, note words])
+        """
+        words, self._slot_words = self._slot_words, None
+        assert words is not None
+        return words[..., 0], words[..., SLOT_WORDS:].view(torch.float32)
+
+    def decode(self, gathered: Tensor, out: Tensor, used: Tensor, status: Tensor) -> None:
+        """Write the mean of all ranks' entries to `out` (bucket or group layout); raises status[0] if not finite."""
+        b = self.board
+        known = [gathered, out, self._aims, b.pieces, used, status, b.share]
+        sizes = [b.world, gathered.stride(0), int(self.into_bucket)]
+        self._launch(
+            "decode_counted.cu", "decode_counted", len(b.pieces), THREADS, [*known, *sizes]
+        )
+
+    def give_back(
+        self,
+        memory: Tensor,
+        payload: Tensor,
+        used: Tensor,
+        flag: Tensor,
+        of_used: bool,
+        momentum: Sequence[Any] = (),
+    ) -> None:
+        """If the flag (a byte) is up: the payload's entries of the used (or of the unused) slots return to memory."""
+        assert not momentum
+        most = max(rows.keep for rows in self.codec.table.rows)
+        blocks = min(LOOK_BLOCKS, -(-most // THREADS))
+        args = [memory, payload, self._aims, used, flag, len(self._aims), int(of_used)]
+        self._launch("decode_counted.cu", "give_back_counted", blocks, THREADS, args)
+
+
+def on_device(table: Tensor, device: torch.device) -> Tensor:
+    """A copy for which the host does not wait: modes change, and with them tables, in the middle of training."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def describe(group: Group, codec: Codec, goals: Sequence[Goal]) -> list[list[int]]:
+    """64-bit words of struct Aim for every slot, two 32-bit numbers to a word.
+
+    Plain numbers, because every new mixture of modes in a group makes a table.
+    """
+    assert isinstance(codec.values, FloatCode) and isinstance(codec.indices, FixedWidthCode)
+    places = codec.indices.slot_places(codec.table)
+    aims = []
+    for which, (source, rows, goal) in enumerate(
+        zip(group.sources, codec.table.rows, goals, strict=True)
+    ):
+        assert rows.count == 1 and rows.length == rows.slot.numel
+        first_index, width = places[which]
+        vector = int(source.offset % 4 == 0 and rows.slot.offset % 4 == 0)
+        aims.append(
+            [
+                source.offset,
+                rows.slot.offset,
+                codec.values_at + codec.table.entry_starts[which] * codec.values.dtype.itemsize,
+                codec.indices_at + first_index,
+                rows.length | rows.keep << 32,
+                1 | which << 32,
+                int(width == 4) | vector << 32,
+                1,
+                goal.fewest | goal.target << 32,
+                int(goal.exact),
+            ]
+        )
+    return aims
