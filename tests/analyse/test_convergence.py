@@ -103,7 +103,26 @@ def test_without_a_compressed_layer_there_is_no_xi(tmp_path, capsys):
     assert main(["analyse", "convergence", "digits", *options.split(), "--out", str(out)]) == 2
     said = capsys.readouterr().err
     assert "no layer is compressed, so there is no xi; " in said
-    assert "among 64 workers stops paying" in said
+    assert "among 64 workers stops paying (--no-break-even compresses it all the same)" in said
+    assert not out.exists()
+
+
+def test_what_would_not_pay_is_compressed_if_asked_but_small_layers_are_not(tmp_path):
+    out = tmp_path / "run"
+    options = "--tiny --simulate-workers 64 --density 0.05 --epochs 1 --batch-size 4 --no-break-even --methods adtopk"
+    assert main(["analyse", "convergence", "digits", *options.split(), "--out", str(out)]) == 0
+    found = json.loads((out / "convergence.json").read_text())
+    assert found["break_even"] is False
+    # The others have 36 to 288 elements.
+    assert list(found["runs"][0]["epochs"][0]["layers"]) == ["6.weight"]
+
+
+def test_a_dry_run_shows_the_settings_and_starts_nothing(tmp_path, capsys):
+    out = tmp_path / "run"
+    options = ["--no-break-even", "--dry-run", "--out", str(out)]
+    assert main(["analyse", "convergence", "digits", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "dense_fallback = false" in shown and "simulate_workers = 8" in shown
     assert not out.exists()
 
 

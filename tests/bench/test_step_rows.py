@@ -190,6 +190,19 @@ def test_the_command_shows_what_is_measured_already(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rows.json").read_text())[0]["model"] == "small"
 
 
+def test_a_dry_run_shows_what_is_not_measured_yet(tmp_path: Path) -> None:
+    book = RowBook(tmp_path)
+    book.add(fake_row(plan_cell("small", "dense", workers=2, device="cpu"), 30.0))
+    app = typer.Typer()
+    app.command()(bench_step)
+    arguments = ["--methods", "dense,topk", "--workers", "2", "--device", "cpu", "--no-anchors"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path), "--dry-run"])
+    assert result.output.splitlines() == [
+        f"1 to measure, on cpu, beside what is in {tmp_path} already:",
+        "  small, topk, local processes (2 workers, batch 32, density 0.01)",
+    ]
+
+
 def test_without_root_rates_become_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     place, sentence = choose_place(["10gbit"], "cpu")

@@ -47,6 +47,21 @@ def test_a_run_prints_lines_and_a_table_and_writes_json(tmp_path: Path) -> None:
     assert found["exit_code"] == 4
 
 
+def test_a_dry_run_shows_hosts_links_and_command() -> None:
+    arguments = (
+        "--hosts 2 --ranks-per-host 2 --rate 1gbit --rate host2=50mbit --check --dry-run -- sh -c"
+    )
+    exit_code, output = run_lab(*arguments.split(), "echo $RANK")
+    assert exit_code == 0
+    assert output.splitlines() == [
+        "host1: link 1gbit, ranks 0 to 1",
+        "host2: link 50mbit, ranks 2 to 3",
+        "inside a host: unshaped; added latency: 0ms",
+        "measured: every link alone and all at once",
+        "each rank runs: sh -c 'echo $RANK'",
+    ]
+
+
 @pytest.mark.root
 def test_options_of_the_command_stay_with_the_command() -> None:
     exit_code, output = run_lab("--hosts", "1", "echo", "--hosts", "7")

@@ -16,6 +16,7 @@ from rich.table import Table
 from thinwire.analyse.convergence import Look, WatchedWorkers
 from thinwire.analyse.plots import plot_convergence
 from thinwire.errors import UsageError
+from thinwire.methods.base import SMALL_NUMEL
 from thinwire.methods.registry import parse_names
 from thinwire.observe.files import write_text
 from thinwire.observe.metrics import MetricsLog
@@ -29,6 +30,7 @@ from thinwire.recipes.examples import Data
 from thinwire.recipes.job import Job, build_job
 from thinwire.recipes.loop import count_steps_per_epoch
 from thinwire.recipes.report import default_folder, run_folder
+from thinwire.recipes.settings import to_toml
 from thinwire.recipes.worker import METRICS_FILE, run_cell
 
 METHODS = ("topk", "adtopk")
@@ -61,6 +63,14 @@ Tiny = Annotated[bool, typer.Option("--tiny", help="The same code with a two-lay
 Out = Annotated[
     Path | None, typer.Option(help="Run folder; runs/... unless given.", metavar="FOLDER")
 ]
+NoBreakEven = Annotated[
+    bool,
+    typer.Option(
+        "--no-break-even",
+        help=f"Compress also where dense would send less; below {SMALL_NUMEL} elements layers stay dense.",
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show all settings and start nothing.")]
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,9 @@ def analyse_convergence(
     data_dir: DataDir = None,
     synthetic: Synthetic = False,
     tiny: Tiny = False,
+    no_break_even: NoBreakEven = False,
     out: Out = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Measure the constant xi, and count the rows that get nothing, in every epoch of a training.
 
@@ -122,27 +134,39 @@ def analyse_convergence(
         },
         "training": {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed},
         "run": {"simulate_workers": simulate_workers, "device": device},
+        "method": {"dense_fallback": False} if no_break_even else {},
         "compare": {"methods": names, "densities": [density]},
     }
     folder = out or default_folder("convergence", task or f"{data}-{model}")
     job = build_job("compare", settings, out=folder)
+    if dry_run:
+        typer.echo(to_toml(job.to_settings()), nl=False)
+        return
     console = make_console()
     with run_folder(job), make_progress(console) as progress:
-        runs = watch_job(job, progress.show)
-    origin = describe_origin()
-    content = {"job": job.to_settings(), **origin, "runs": [run.to_dict() for run in runs]}
-    write_text(folder / RESULTS_FILE, json.dumps(content, indent=1) + "\n")
-    plot_convergence(
-        folder / PICTURE,
-        content["runs"],
-        f"{job.choice.label}, {density:.3g} kept, {simulate_workers} workers",
-    )
+        runs = watch_job(job, progress.show, small_dense=no_break_even)
+    write_results(job, runs, break_even=not no_break_even)
     console.print(summary_table(runs))
     console.print(f"files in {folder}", markup=False, highlight=False, soft_wrap=True)
 
 
-def watch_job(job: Job, listener: Any) -> list[Watched]:
-    """Train every cell of a job and look at it once per epoch."""
+def write_results(job: Job, runs: Sequence[Watched], *, break_even: bool) -> None:
+    """Rows and picture, in the run folder."""
+    (density,) = job.densities
+    rows = [run.to_dict() for run in runs]
+    content = {
+        "job": job.to_settings(),
+        "break_even": break_even,
+        **describe_origin(),
+        "runs": rows,
+    }
+    write_text(job.out / RESULTS_FILE, json.dumps(content, indent=1) + "\n")
+    title = f"{job.choice.label}, {density:.3g} kept, {job.running.world} workers"
+    plot_convergence(job.out / PICTURE, rows, title)
+
+
+def watch_job(job: Job, listener: Any, *, small_dense: bool = False) -> list[Watched]:
+    """Train every cell of a job and look at it once per epoch; under `small_dense` small layers travel dense."""
     # Training ends here, and so does what the last steps held back: no news for the user.
     logging.getLogger("thinwire.handle").setLevel(logging.ERROR)
     device = choose_device(job.running)
@@ -154,7 +178,7 @@ def watch_job(job: Job, listener: Any) -> list[Watched]:
     for cell in job.cells():
         world = job.running.world
         steps = count_steps_per_epoch(data.train, cell.training, world)
-        workers = WatchedWorkers(world, device, steps)
+        workers = WatchedWorkers(world, device, steps, small_dense=small_dense)
         row, _ = run_cell(job, cell, task, data, workers, log)
         runs.append(Watched(row, workers.looks))
     log.close()

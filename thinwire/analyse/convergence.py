@@ -21,7 +21,8 @@ from torch import Tensor
 from thinwire.adapters.simulate import Simulation
 from thinwire.errors import UsageError
 from thinwire.kernels.topk import row_topk
-from thinwire.methods.base import SparseMethod
+from thinwire.methods.base import SMALL_NUMEL, SparseMethod
+from thinwire.plan.policy import rule
 from thinwire.recipes.parallel import Attachment, Replica
 from thinwire.recipes.simulated import SimulatedReplica, SimulatedWorkers
 from thinwire.recipes.step import Step
@@ -104,10 +105,21 @@ def _in_memory_order(rows: SlotRows, values: Tensor) -> Tensor:
 
 
 class WatchedWorkers(SimulatedWorkers):
-    """Simulated workers that are looked at once per epoch."""
+    """Simulated workers that are looked at once per epoch.
 
-    def __init__(self, count: int, device: torch.device, steps_per_epoch: int) -> None:
+    Under `small_dense` small layers travel dense, also where the method would not let them.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        device: torch.device,
+        steps_per_epoch: int,
+        *,
+        small_dense: bool = False,
+    ) -> None:
         super().__init__(count, device)
+        self.small_dense = small_dense
         self.look_at = min(LOOK_AT, steps_per_epoch - 1)
         self.looks: list[Look] = []
 
@@ -117,13 +129,19 @@ class WatchedWorkers(SimulatedWorkers):
 
 class WatchedReplica(SimulatedReplica):
     def __init__(self, attachment: Attachment, workers: WatchedWorkers) -> None:
-        super().__init__(attachment, workers)
+        is_small = [p.numel() < SMALL_NUMEL for p in attachment.model.parameters()]
+        # A rule that nothing matches would be reported as a mistake.
+        wanted = workers.small_dense and any(is_small)
+        policy = [rule(max_numel=SMALL_NUMEL - 1, dense=True)] if wanted else []
+        super().__init__(attachment, workers, policy)
         plan = list(self.simulation.plan())
         if not any(isinstance(one.method, SparseMethod) for one in plan):
             largest = max(plan, key=lambda one: one.info.numel)
+            forced = workers.small_dense or largest.info.numel < SMALL_NUMEL
+            hint = "" if forced else " (--no-break-even compresses it all the same)"
             raise UsageError(
                 f"no layer is compressed, so there is no xi; {largest.info.name}, the largest, is dense "
-                f"because: {largest.reason}"
+                f"because: {largest.reason}{hint}"
             )
         self._look_at = workers.look_at
         self._looks = workers.looks

@@ -10,10 +10,18 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from thinwire.bench.compress import DEFAULT_METHODS, CompressSettings, measure_compress
+from thinwire.bench.compress import (
+    DEFAULT_METHODS,
+    CompressSettings,
+    measure_compress,
+    plan_cases,
+)
 from thinwire.bench.compress_anchors import ANCHORS
+from thinwire.bench.compress_layout import describe_model
 from thinwire.bench.compress_plots import draw_selection
 from thinwire.bench.compress_rows import FLOOR, OK, CompressRow
+from thinwire.bench.dry_run import DryRun, show_plan
+from thinwire.bench.measure import check_device_name
 from thinwire.bench.models import MODELS
 from thinwire.errors import UsageError
 from thinwire.methods.registry import parse_names
@@ -56,6 +64,7 @@ def bench_compress(
     seconds: _Seconds = 2.0,
     out: _Out = Path("runs/bench-compress"),
     retry_failed: _Retry = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Measure what compressing a whole model's gradient costs, against one pass over memory.
 
@@ -64,15 +73,25 @@ def bench_compress(
     Every row is saved at once; rows that are in the folder already are
     skipped, but for the floor, which every run measures anew.
     """
+    models = [name.strip() for name in model.split(",") if name.strip()]
+    names = parse_names(methods)
+    compared = tuple(ANCHORS) if anchors else ()
+    settings = CompressSettings(
+        world=world, bucket_mb=bucket_mb, repeats=repeats, seconds=seconds, tensors=tensors
+    )
+    if dry_run:
+        check_device_name(device)
+        shapes = {name: describe_model(name) for name in models}
+        cases = plan_cases(shapes, parse_densities(density), names, compared, tensors=tensors)
+        show_plan([case.describe() for case in cases], device)
+        return
     rows = measure_compress(
-        [name.strip() for name in model.split(",") if name.strip()],
+        models,
         parse_densities(density),
         device,
-        methods=parse_names(methods),
-        anchors=tuple(ANCHORS) if anchors else (),
-        settings=CompressSettings(
-            world=world, bucket_mb=bucket_mb, repeats=repeats, seconds=seconds, tensors=tensors
-        ),
+        methods=names,
+        anchors=compared,
+        settings=settings,
         out=out,
         retry_failed=retry_failed,
         say=typer.echo,

@@ -13,18 +13,19 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from thinwire.bench.dry_run import DryRun, show_plan
 from thinwire.bench.exchange_cases import CASES, find_cases, run_name
 from thinwire.bench.exchange_group import measure_group
 from thinwire.bench.exchange_phases import draw_phases
 from thinwire.bench.exchange_virtual import measure_virtual
-from thinwire.bench.lowrank import SHAPES, LowRankRow, format_rows, measure_models
+from thinwire.bench.lowrank import SHAPES, LowRankRow, find_ranks, format_rows, measure_models
 from thinwire.errors import UsageError
 from thinwire.observe.files import write_text
 from thinwire.observe.ledger import Line, check_ledger_path, ledger_lines, write_lines
 from thinwire.observe.provenance import describe_origin
 from thinwire.observe.tables import make_console
-from thinwire.recipes.clusters import HostsFile, Interface, PrintLaunch, show_script
-from thinwire.validate import check_density
+from thinwire.recipes.clusters import HostsFile, Interface, PrintLaunch, check_alone, show_script
+from thinwire.validate import check_density, check_positive_int
 
 Row = dict[str, Any]
 
@@ -73,37 +74,50 @@ def bench_exchange(
     print_launch: PrintLaunch = None,
     hosts: HostsFile = None,
     interface: Interface = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Compare exchanges: time, bandwidth and bytes as in nccl-tests, or words per rank against P.
 
     Example: thinwire bench exchange --virtual 4,16,64,256 --count 262144 --out words
     """
-    if lowrank and print_launch is None:
-        show_lowrank(measure_models(models, ranks, rank, iters), out)
-        return
+    for field, number in (("ranks", ranks), ("iters", iters)):
+        check_positive_int(field, number)
     check_density("density", density)
-    find_cases(methods)
     sizes = parse_numbers("count", count)
+    worlds = parse_numbers("virtual", virtual) if virtual else []
+    if lowrank:
+        planned = [f"{model}, rank {wide}" for model, wide in find_ranks(models, rank).items()]
+    elif phases:
+        planned = [f"every exchange among {phases} ranks, one step, for a picture"]
+    else:
+        planned = list_cases(methods, sizes, worlds or [ranks], density, values)
     if ledger is not None:
         check_ledger_path(ledger)
     if print_launch is not None:
         show_script(print_launch, context.find_root().obj, hosts, interface, ranks)
         return
-    console = make_console()
-    if phases:
-        console.print(f"wrote {draw_all_phases(phases, sizes, density, out)}")
-        return
-    if virtual:
-        worlds = parse_numbers("virtual", virtual)
+    check_alone(hosts, interface)
+    if dry_run:
+        show_plan(planned, "virtual ranks" if worlds or phases else f"{ranks} processes")
+    elif lowrank:
+        show_lowrank(measure_models(models, ranks, rank, iters), out)
+    elif phases:
+        typer.echo(f"wrote {draw_all_phases(phases, sizes, density, out)}")
+    elif worlds:
         rows, lines = count_words(methods, worlds, sizes, density, values, iters)
         if ledger is not None:
             write_lines(ledger, lines)
-        console.print(words_table(rows))
+        show_rows(words_table(rows), rows, out, plot=True)
     else:
         rows = measure_group(methods, ranks, sizes, density, values, iters, ledger)
-        console.print(time_table(rows))
+        show_rows(time_table(rows), rows, out, plot=False)
+
+
+def show_rows(table: Table, rows: Sequence[Row], out: Path | None, *, plot: bool) -> None:
+    console = make_console()
+    console.print(table)
     if out is not None and rows:
-        for path in write_rows(rows, out, plot=bool(virtual)):
+        for path in write_rows(rows, out, plot=plot):
             console.print(f"wrote {path}")
 
 
@@ -114,6 +128,21 @@ def show_lowrank(rows: Sequence[LowRankRow], out: Path | None) -> None:
     if rows and out is not None:
         for path in write_rows([dataclasses.asdict(row) for row in rows], out, plot=False):
             typer.echo(f"wrote {path}")
+
+
+def list_cases(
+    methods: str, sizes: Sequence[int], worlds: Sequence[int], density: float, values: str
+) -> list[str]:
+    """What would be measured, in words; every method is built, so that settings it cannot have are refused."""
+    cases = find_cases(methods)
+    for case in cases:
+        case.make(density, values).compressor()
+    return [
+        f"{case.name}, {numel} elements, {world} ranks"
+        for numel in sizes
+        for case in cases
+        for world in worlds
+    ]
 
 
 def parse_numbers(field: str, text: str) -> list[int]:

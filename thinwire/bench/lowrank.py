@@ -43,13 +43,18 @@ class LowRankRow:
 
 def measure_models(models: str, ranks: int, rank: int | None, repeats: int) -> list[LowRankRow]:
     """The rows of several models on `ranks` processes or under torchrun; without a `rank` each has the paper's."""
+    rows = run_ranks(_measure_rank, ranks, list(find_ranks(models, rank)), rank, repeats)
+    return [LowRankRow(**row) for row in rows]
+
+
+def find_ranks(models: str, rank: int | None) -> dict[str, int]:
+    """The factors' columns by model: `rank`, or the paper's."""
     names = models.split(",")
     for name in names:
         shapes_of(name)
     if rank is not None:
         check_positive_int("rank", rank)
-    rows = run_ranks(_measure_rank, ranks, names, rank, repeats)
-    return [LowRankRow(**row) for row in rows]
+    return {name: rank or PAPER_RANKS[name] for name in names}
 
 
 def _measure_rank(

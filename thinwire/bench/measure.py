@@ -18,13 +18,18 @@ from thinwire.observe.provenance import cpu_name, describe_origin
 
 def choose_device(name: str) -> tuple[torch.device, str]:
     """The device of that name and what it is called in a table; CPU times are those of one thread."""
-    if name not in ("cpu", "cuda"):
-        raise UsageError(f"--device is {name!r}; it must be cpu or cuda")
+    check_device_name(name)
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device is 'cuda', but torch finds no CUDA device here; use cpu")
     torch.set_num_threads(1)
     hardware = torch.cuda.get_device_name() if name == "cuda" else f"one thread of {cpu_name()}"
     return torch.device(name), hardware
+
+
+def check_device_name(name: str) -> None:
+    """Whether or not there is one here."""
+    if name not in ("cpu", "cuda"):
+        raise UsageError(f"--device is {name!r}; it must be cpu or cuda")
 
 
 def time_ms(work: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -14,7 +14,8 @@ from rich.table import Table
 from torch import Tensor
 
 from thinwire.bench.data import LAWS, draw, real_gradients
-from thinwire.bench.measure import choose_device, time_ms, to_csv
+from thinwire.bench.dry_run import DryRun, show_plan
+from thinwire.bench.measure import check_device_name, choose_device, time_ms, to_csv
 from thinwire.errors import UsageError
 from thinwire.layout import Shard, Slot, SlotKind
 from thinwire.observe.files import write_text
@@ -105,6 +106,17 @@ def measure_all(device: torch.device, elements: int, repeats: int) -> Iterator[S
                 )
 
 
+def list_cases(elements: int) -> list[str]:
+    """What `measure_all` measures, in words."""
+    data = [*(f"{law}, {elements} elements" for law in LAWS), f"{REAL} of a small network"]
+    return [
+        f"{selection}, density {density:g}, {name}"
+        for density in DENSITIES
+        for name in data
+        for selection in SELECTIONS
+    ]
+
+
 def select_table(rows: Sequence[SelectRow], title: str) -> Table:
     """One line per selection, one group of columns per density, data side by side."""
     table = Table(title=title)
@@ -130,6 +142,7 @@ def bench_select(
     device: Annotated[str, typer.Option(help="Where to select: cpu or cuda.")] = "cpu",
     elements: Annotated[int, typer.Option(help="Size of the tensors drawn.")] = 1_000_000,
     repeats: Annotated[int, typer.Option(help="Timed calls; the median is shown.")] = 5,
+    dry_run: DryRun = False,
 ) -> None:
     """Measure what every selection sends of what was asked, the energy it keeps of the exact top-k's, and its time.
 
@@ -137,6 +150,10 @@ def bench_select(
     """
     if repeats < 1 or elements < 1:
         raise UsageError(f"--repeats is {repeats} and --elements {elements}; both must be positive")
+    if dry_run:
+        check_device_name(device)
+        show_plan(list_cases(elements), device)
+        return
     where, hardware = choose_device(device)
     rows = list(measure_all(where, elements, repeats))
     console = make_console()

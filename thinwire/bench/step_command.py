@@ -11,6 +11,7 @@ import torch
 import typer
 
 from thinwire.bench.anchors import ANCHORS
+from thinwire.bench.dry_run import DryRun, show_plan
 from thinwire.bench.models import MODELS
 from thinwire.bench.plots import draw_plots
 from thinwire.bench.rows import RowBook
@@ -21,6 +22,7 @@ from thinwire.bench.step_report import step_table
 from thinwire.bench.step_suite import NETWORKS, find_suite, missing_methods
 from thinwire.errors import UsageError
 from thinwire.lab.mps import CONTROL
+from thinwire.lab.rates import parse_rate
 from thinwire.observe.tables import make_console
 from thinwire.validate import check_choice
 
@@ -80,6 +82,7 @@ def bench_step(
     suite: _Suite = None,
     retry_failed: _Retry = False,
     plots: _Plots = True,
+    dry_run: DryRun = False,
 ) -> None:
     """Measure a training step: model x method x link rate x workers.
 
@@ -89,11 +92,8 @@ def bench_step(
     are in the folder already are skipped. With rates the workers are the
     hosts of an emulated cluster (needs root).
     """
-    check_choice("device", device, ("auto", "cpu", "cuda"))
-    where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    asked = split(rates)
-    if suite is not None and rates is None and why_no_lab() is None:
-        asked = list(NETWORKS)
+    where = find_device(device)
+    asked = find_rates(rates, suite)
     place, sentence = choose_place(asked, where)
     if sentence:
         typer.echo(sentence, err=True)
@@ -115,8 +115,17 @@ def bench_step(
             **shared,
         )
     book = RowBook(out)
+    if dry_run:
+        new = [cell.describe() for cell in cells if not book.has(cell, retry_failed=retry_failed)]
+        show_plan(new, f"{where}, beside what is in {out} already")
+        return
     with place:
         run_cells(cells, book, place, timeout_s=timeout, trace=trace, retry_failed=retry_failed)
+    _show_rows(book, plots)
+
+
+def _show_rows(book: RowBook, plots: bool) -> None:
+    out = book.folder
     make_console().print(step_table(book.rows))
     typer.echo(f"rows: {out / 'rows.json'}, {out / 'rows.csv'}")
     if plots and importlib.util.find_spec("matplotlib") is not None:
@@ -148,6 +157,21 @@ def choose_place(rates: list[str], device: str) -> tuple[Place, str]:
     if reason is not None:
         return LocalPlace(), reason
     return LabPlace(mps=device == "cuda" and shutil.which(CONTROL) is not None), ""
+
+
+def find_device(name: str) -> str:
+    check_choice("device", name, ("auto", "cpu", "cuda"))
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def find_rates(text: str | None, suite: str | None) -> list[str]:
+    """The rates asked for, each a possible one whether or not it can be had here; a suite's own if none is named."""
+    rates = split(text)
+    for rate in rates:
+        parse_rate(rate)
+    if suite is not None and text is None and why_no_lab() is None:
+        return list(NETWORKS)
+    return rates
 
 
 def split(text: str | None) -> list[str]:

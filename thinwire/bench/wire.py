@@ -12,7 +12,8 @@ import torch
 import typer
 from rich.table import Table
 
-from thinwire.bench.measure import choose_device, time_ms, to_csv
+from thinwire.bench.dry_run import DryRun, show_plan
+from thinwire.bench.measure import check_device_name, choose_device, time_ms, to_csv
 from thinwire.bench.payloads import Fuzzed, fuzz, make_flags, make_picks, make_table
 from thinwire.errors import UsageError
 from thinwire.observe.files import write_text
@@ -106,24 +107,42 @@ def measure(
     }
 
 
+def list_shapes() -> list[tuple[int, int]]:
+    """(rows, length)"""
+    shapes = [(max(1, ELEMENTS_OF_ROWS // length), length) for length in ROW_LENGTHS]
+    return shapes + [(1, length) for length in WHOLE_LENGTHS]
+
+
+def name_shape(count: int, length: int) -> str:
+    return f"{count} x {length}" if count > 1 else f"{length}"
+
+
 def measure_all(device: torch.device, repeats: int) -> Iterator[WireRow]:
     """Every shape, density and format."""
-    shapes = [(max(1, ELEMENTS_OF_ROWS // length), length) for length in ROW_LENGTHS]
-    shapes += [(1, length) for length in WHOLE_LENGTHS]
     for density in DENSITIES:
-        for count, length in shapes:
+        for count, length in list_shapes():
             table = make_table([(count, length, keep_count(length, density))])
             generator = torch.Generator().manual_seed(length)
             c = torch.randn(table.numel, generator=generator).to(device)
             picks = make_picks(table, c)
             for names in FORMATS:
                 yield WireRow(
-                    shape=f"{count} x {length}" if count > 1 else f"{length}",
+                    shape=name_shape(count, length),
                     density=density,
                     entries=table.entries,
                     format=" + ".join(names),
                     **measure(table, picks, names, repeats),
                 )
+
+
+def list_cases() -> list[str]:
+    """What `measure_all` measures, in words."""
+    return [
+        f"{' + '.join(names)}, density {density:g}, rows x length {name_shape(*shape)}"
+        for density in DENSITIES
+        for shape in list_shapes()
+        for names in FORMATS
+    ]
 
 
 def wire_table(rows: Sequence[WireRow], title: str) -> Table:
@@ -182,6 +201,7 @@ def bench_wire(
         int, typer.Option("--fuzz", help="Decode so many spoiled payloads instead of measuring.")
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the fuzzer.")] = 0,
+    dry_run: DryRun = False,
 ) -> None:
     """Measure bits per entry and encode and decode times of the wire formats, on one CPU thread or one GPU.
 
@@ -189,6 +209,11 @@ def bench_wire(
     """
     if repeats < 1:
         raise UsageError(f"--repeats is {repeats}; it must be at least 1")
+    if dry_run:
+        check_device_name(device)
+        fuzzed = [f"{fuzz_payloads} spoiled payloads, seed {seed}"]
+        show_plan(fuzzed if fuzz_payloads > 0 else list_cases(), device)
+        return
     where, hardware = choose_device(device)
     console = make_console()
     if fuzz_payloads > 0:

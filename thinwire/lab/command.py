@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from thinwire.errors import UsageError
 from thinwire.lab.check import check
 from thinwire.lab.counters import write_json
-from thinwire.lab.lab import Lab, RunResult, check_command, clean
+from thinwire.lab.lab import Lab, RunResult, check_command, clean, find_remains
 from thinwire.lab.rates import UNSHAPED, format_rate
 from thinwire.lab.report import check_table, traffic_table
 from thinwire.lab.runner import print_line
@@ -50,6 +51,9 @@ _Mps = Annotated[bool, typer.Option("--mps", help="Run NVIDIA's multi-process se
 _Timeout = Annotated[
     float | None, typer.Option(help="End all ranks after this many seconds (exit code 124).")
 ]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show hosts, links and command, and start nothing.")
+]
 
 
 def lab(
@@ -65,6 +69,7 @@ def lab(
     share_gpu: _ShareGpu = False,
     mps: _Mps = False,
     timeout: _Timeout = None,
+    dry_run: _DryRun = False,
 ) -> None:
     """Run COMMAND on an emulated cluster: hosts on this machine, joined by slow links.
 
@@ -76,7 +81,7 @@ def lab(
     ranks. Needs root.
     """
     if clean_up:
-        _clean(command or [])
+        _clean(command or [], dry_run)
         return
     if timeout is not None and timeout <= 0:
         raise UsageError(f"timeout is {timeout:g}, but it must be above 0 seconds.")
@@ -91,6 +96,9 @@ def lab(
     )
     if command or not check_links:
         check_command(command or [])
+    if dry_run:
+        _show(spec, command or [], check_links)
+        return
     try:
         if check_links:
             _check(spec)
@@ -100,9 +108,24 @@ def lab(
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def _clean(names: list[str]) -> None:
-    removed = clean(names)
-    typer.echo(f"removed: {', '.join(removed)}" if removed else "nothing was left behind")
+def _clean(names: list[str], dry_run: bool) -> None:
+    removed = [record.name for record in find_remains(names)] if dry_run else clean(names)
+    said = "would be removed" if dry_run else "removed"
+    typer.echo(f"{said}: {', '.join(removed)}" if removed else "nothing was left behind")
+
+
+def _show(spec: LabSpec, command: list[str], check_links: bool) -> None:
+    """What a lab would be and run; the ranks are numbered host by host."""
+    for index, rate in enumerate(spec.rates):
+        first = index * spec.ranks_per_host
+        last = first + spec.ranks_per_host - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        typer.echo(f"host{index + 1}: link {format_rate(rate)}, {ranks}")
+    typer.echo(f"inside a host: {spec.local_rate}; added latency: {spec.latency}")
+    if check_links:
+        typer.echo("measured: every link alone and all at once")
+    if command:
+        typer.echo(f"each rank runs: {shlex.join(command)}")
 
 
 def _check(spec: LabSpec) -> None:

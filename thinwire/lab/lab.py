@@ -133,6 +133,20 @@ def clean(names: Sequence[str] = ()) -> list[str]:
 
     Raises UsageError for a name that is no lab's, or whose owner still runs.
     """
+    chosen = find_remains(names)
+    refusals = []
+    for record in chosen:
+        try:
+            _destroy(record)
+        except UsageError as refusal:  # the other labs are still to be cleaned
+            refusals.append(refusal)
+    if refusals:
+        raise refusals[0]
+    return [record.name for record in chosen]
+
+
+def find_remains(names: Sequence[str] = ()) -> list[Record]:
+    """What `clean` would remove."""
     require_privileges()
     records = {record.name: record for record in load_records()}
     for name in names:
@@ -146,16 +160,7 @@ def clean(names: Sequence[str] = ()) -> list[str]:
                 f'lab "{name}" is in use by process {records[name].owner}; end that process instead.'
             )
     dead = [record for record in records.values() if not record.owner_alive]
-    chosen = [record for record in dead if not names or record.name in names]
-    refusals = []
-    for record in chosen:
-        try:
-            _destroy(record)
-        except UsageError as refusal:  # the other labs are still to be cleaned
-            refusals.append(refusal)
-    if refusals:
-        raise refusals[0]
-    return [record.name for record in chosen]
+    return [record for record in dead if not names or record.name in names]
 
 
 def _reserve(spec: LabSpec) -> tuple[Topology, Record]:

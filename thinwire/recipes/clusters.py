@@ -72,6 +72,13 @@ def show_script(
     print(script, end="")
 
 
+def check_alone(hosts: Path | None, interface: str | None) -> None:
+    """Refuse what a command that starts at once would not heed."""
+    for field, value in (("hosts", hosts), ("interface", interface)):
+        if value is not None:
+            raise UsageError(f"{field} is {str(value)!r}, which goes only with --print-launch")
+
+
 def launch_script(
     kind: str,
     arguments: Sequence[str],

@@ -18,7 +18,7 @@ from thinwire.methods.registry import METHODS, parse_names
 from thinwire.observe.ledger import check_ledger_path
 from thinwire.observe.progress import make_progress
 from thinwire.observe.tables import make_console
-from thinwire.recipes.clusters import show_script
+from thinwire.recipes.clusters import check_alone, show_script
 from thinwire.recipes.job import Job, build_job
 from thinwire.recipes.launch import is_worker_already, launch
 from thinwire.recipes.listing import print_list
@@ -115,8 +115,7 @@ def start(
         raise UsageError(
             "resume and evaluate work on a run folder; use --resume --out FOLDER, with --evaluate to only test"
         )
-    if given["ledger"] is not None:
-        check_ledger_path(given["ledger"])
+    check_options(given)
     job = build_job(
         command,
         resolve(given, compose([shared_flags(given), flags]), out),
@@ -136,6 +135,18 @@ def start(
     if out is None:
         job = replace(job, out=default_folder(command, job.choice.label, given["suffix"]))
     run(job)
+
+
+def check_options(given: Given) -> None:
+    """What can be judged without the settings of files."""
+    if given["ledger"] is not None:
+        check_ledger_path(given["ledger"])
+    if given["print_launch"] is None:
+        check_alone(given["hosts"], given["interface"])
+    if given["workers"] is not None and given["simulate_workers"] is not None:
+        raise UsageError(
+            f"workers is {given['workers']} and simulate_workers is {given['simulate_workers']}; name only one of them"
+        )
 
 
 def shared_flags(given: Given) -> Settings:

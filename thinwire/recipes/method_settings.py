@@ -62,7 +62,8 @@ def check_own(name: str, settings: Plain) -> None:
 
 def field_names(presets: Iterable[Preset]) -> list[str]:
     kinds = {preset.kind for preset in presets}
-    return [*{field.name for kind in kinds for field in dataclasses.fields(kind)}, WARMUP]
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    return [*names, WARMUP] if "density" in names else list(names)
 
 
 def build_method(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from thinwire.adapters.simulate import Simulation, simulate
 from thinwire.observe.ledger import Ledger
 from thinwire.observe.stats import Stats
+from thinwire.plan.policy import Rule
 from thinwire.recipes.clock import Mark
 from thinwire.recipes.examples import Batch
 from thinwire.recipes.kinds import Carry
@@ -47,12 +49,15 @@ class SimulatedWorkers(Workers):
 class SimulatedReplica(Replica):
     """One model that all workers train in turn."""
 
-    def __init__(self, attachment: Attachment, workers: SimulatedWorkers) -> None:
+    def __init__(
+        self, attachment: Attachment, workers: SimulatedWorkers, policy: Sequence[Rule] = ()
+    ) -> None:
         self.model = attachment.model
         self.simulation: Simulation = simulate(
             attachment.model,
             attachment.method,
             workers=workers.world,
+            policy=policy,
             optimizer=attachment.optimizer,
             grad_scaler=attachment.scaler,
             deterministic=attachment.deterministic,

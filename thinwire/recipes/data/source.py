@@ -7,7 +7,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +74,7 @@ class Found:
 
 def locate(source: Source, options: DataOptions) -> Found:
     """The files of a source, fetched first if they are missing and the user said so."""
-    folder = find_folder(source.name, options)
+    folder = find_folder(source, options)
     found = find(source, folder)
     if found is None and options.download and source.remotes:
         from thinwire.recipes.data.download import fetch, lock
@@ -107,18 +107,29 @@ def find_file(folder: Path, pattern: str) -> Path | None:
     return path if path.exists() else None
 
 
-def find_folder(name: str, options: DataOptions) -> Path:
+def find_folder(source: Source, options: DataOptions) -> Path:
     """The data folder: --data-dir, else THINWIRE_DATA; it must exist unless it is made for a download."""
     given = options.data_dir or os.environ.get(DATA_VARIABLE)
     if not given:
+        files = name_some(next(iter(source.layouts.values())))
+        fetched = ", with --download to fill it," if source.remotes else ""
         raise UsageError(
-            f"data_dir is not given, but {name} is read from a folder; give it with --data-dir or "
-            f"{DATA_VARIABLE}, or use --synthetic"
+            f"data_dir is not given, but {source.name} is read from a folder that holds {files}; give it with --data-dir "
+            f"or {DATA_VARIABLE}{fetched} or use --synthetic"
         )
     folder = Path(given).expanduser()
     if not folder.is_dir() and not options.download:
-        raise UsageError(f"data_dir is {str(folder)!r}; it must be a folder, such as holds {name}")
+        files = name_some(next(iter(source.layouts.values())))
+        raise UsageError(
+            f"data_dir is {str(folder)!r}; it must be a folder, with {files} in it for {source.name}"
+        )
     return folder
+
+
+def name_some(patterns: Sequence[str]) -> str:
+    named = ", ".join(patterns[:NAMED_FILES])
+    more = len(patterns) - NAMED_FILES
+    return f"{named} and {more} more" if more > 0 else named
 
 
 def describe_missing(source: Source, folder: Path) -> str:
@@ -130,16 +141,13 @@ def describe_missing(source: Source, folder: Path) -> str:
         ),
         key=len,
     )
-    named = ", ".join(missing[:NAMED_FILES])
-    if len(missing) > NAMED_FILES:
-        named += f" and {len(missing) - NAMED_FILES} more"
     which = "is" if len(missing) == 1 else "are"
     place = f"put {'it' if len(missing) == 1 else 'them'} there"
     if source.obtain:
         place += f" ({source.obtain})"
     ways = [place, "fetch the set with --download"] if source.remotes else [place]
     return (
-        f"{source.name} is not complete in {folder}: {named} {which} missing; "
+        f"{source.name} is not complete in {folder}: {name_some(missing)} {which} missing; "
         f"{', '.join(ways)} or use --synthetic"
     )
 
