@@ -10,19 +10,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from thinwire.exchange.base import Exchange, Offer, Outcome
 from thinwire.exchange.dense import dense_mean
-from thinwire.exchange.requests import AllReduce, Place, Program
+from thinwire.exchange.fused import SMALL_SUM
+from thinwire.exchange.requests import AllGather, AllReduce, Place, Program
 from thinwire.fused_threshold import FusedTurns
+from thinwire.kernels.cuda.dense import FusedDense
 from thinwire.layout import ParameterInfo, Shard, Slot
 from thinwire.memory.account import Account
 from thinwire.memory.base import Memory, MemoryState
 from thinwire.plan.groups import Group
-from thinwire.select.base import Picks, Selector
+from thinwire.select.base import Picks, Selector, Session
 from thinwire.select.rows import RowTable
 from thinwire.wire.codec import Codec, Flags
 from thinwire.wire.indices import IndexCode
@@ -42,6 +45,8 @@ class BucketStep:
     """The GradScaler's scale of these gradients."""
     place: Place
     deterministic: bool
+    company: float = 0.0
+    """Bytes of the payloads that this rank has gathered from the same bucket, by kernels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,13 +115,40 @@ class DenseCompressor(Compressor):
     def __init__(self, wire_dtype: torch.dtype | None) -> None:
         self.wire_dtype = wire_dtype
         self._never: dict[torch.device, Tensor] = {}
+        self._kernels: WeakKeyDictionary[Group, FusedDense] = WeakKeyDictionary()
 
     def open_fused(self, step: BucketStep) -> Opened | None:
         """Nobody has to look first: what is not finite travels by the sum, and every rank sees it there."""
         if type(self) is not DenseCompressor:
             return None
+        if self._joins(step):
+            return self._open_beside(step)
         gradients = step.group.pieces(step.bucket_flat)
         return self._opened(step.group, gradients, None, step.place, step.deterministic)
+
+    def _joins(self, step: BucketStep) -> bool:
+        """Whether the group is gathered with payloads beside which it is small."""
+        return (
+            self.wire_dtype in (None, torch.float32)
+            and step.bucket_flat.dtype == torch.float32
+            and SMALL_SUM * 4 * step.group.numel <= step.company
+        )
+
+    def _open_beside(self, step: BucketStep) -> Opened:
+        group, place = step.group, step.place
+        if group not in self._kernels:
+            self._kernels[group] = FusedDense(group, place.world)
+        kernels = self._kernels[group]
+        entries = [slot.numel for slot in group.slots]
+        slot_bytes = [4.0 * (place.world - 1) * n for n in entries]
+        packed = kernels.send(step.bucket_flat)
+        program = self._gather(kernels, packed, step.bucket_flat)
+        return Opened(program, None, slot_bytes, entries, compressed=False)
+
+    def _gather(self, kernels: FusedDense, packed: Tensor, bucket_flat: Tensor) -> Program[Outcome]:
+        (gathered,) = yield (AllGather(packed, "dense", apart=True),)
+        kernels.mean(gathered, bucket_flat)
+        return Outcome(bucket_flat, kernels.wrong, delivered=True)
 
     def open(self, step: GroupStep) -> Opened:
         return self._opened(
@@ -217,6 +249,7 @@ class SparseCompressor(Compressor):
             steps=step.steps,
             deterministic=step.deterministic,
             pick_rows=pick_rows,
+            selector=self.session.selector if type(self.session) is Session else None,
             usual_rows=lambda: [
                 self.session.selector.rows(slot, None) for slot in step.group.slots
             ],

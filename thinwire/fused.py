@@ -154,18 +154,20 @@ def _exchange(
     kernels: FusedTopK, account: FusedAccount, bucket_flat: Tensor, place: Place
 ) -> Program[Outcome]:
     """AllGatherFast's steps 2 to 4; slots no rank had a gradient for get no update and their entries return to memory."""
-    gathered = account.payload[None]
     if place.world > 1:
         request = requests.AllGather(
             account.payload, "sparse", kernels.codec.control_bytes, apart=True
         )
         (gathered,) = yield (request,)
-    used, status = kernels.read_headers(gathered)
-    account.used = used
-    kernels.give_back(account.c, account.payload, used, status[1], False, account.momentum)
-    account.rest()
+    else:
+        gathered = account.payload[None]
     out = bucket_flat
     if not kernels.into_bucket:
         out = torch.zeros(kernels.group.numel, dtype=torch.float32, device=bucket_flat.device)
-    kernels.decode(gathered, out, used, status)
-    return Outcome(out, status[0], delivered=kernels.into_bucket)
+    kernels.decode(gathered, out)
+    account.used = kernels.used
+    kernels.give_back(
+        account.c, account.payload, kernels.used, kernels.unused, False, account.momentum
+    )
+    account.rest()
+    return Outcome(out, kernels.wrong, delivered=kernels.into_bucket)

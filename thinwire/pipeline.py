@@ -130,7 +130,11 @@ class Pipeline:
         self._book.seen.update(names)
         self._book.buckets += 1
         groups = self._groups_of(bucket.layout)
-        opened = [self._open_group(compressor, group, bucket) for compressor, group in groups]
+        opened: list[Opened] = []
+        # Dense ones, which come first, are opened last: they may travel with what the others gather.
+        for compressor, group in reversed(groups):
+            company = sum(sum(o.slot_bytes) for o in opened if isinstance(o.account, FusedAccount))
+            opened.insert(0, self._open_group(compressor, group, bucket, company))
         for assignment in (self.roster.assignments[name] for name in names):
             assignment.steps += 1
         for (_, group), one in zip(groups, opened, strict=True):
@@ -141,7 +145,9 @@ class Pipeline:
         nbytes = sum(sum(one.slot_bytes) for one in opened)
         return self._finish(bucket, [group for _, group in groups], opened, self._book), nbytes
 
-    def _open_group(self, compressor: Compressor, group: Group, bucket: Bucket) -> Opened:
+    def _open_group(
+        self, compressor: Compressor, group: Group, bucket: Bucket, company: float
+    ) -> Opened:
         raw = BucketStep(
             group=group,
             bucket_flat=bucket.flat,
@@ -149,6 +155,7 @@ class Pipeline:
             scale=self.scale(),
             place=self.driver.place,
             deterministic=self.deterministic,
+            company=company / max(1, self.driver.place.world - 1),
         )
         fused = compressor.open_fused(raw)
         if fused is not None:

@@ -11,9 +11,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from thinwire.kernels.cuda.launch import Defines, source_of
+from thinwire.kernels.cuda.launch import Arguments, Defines, source_of
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 SCRATCH = tempfile.TemporaryDirectory(prefix="thinwire-kernels-")
@@ -63,13 +62,8 @@ def compile_for_cpu(file: str, name: str, defines: Defines):
     run = getattr(build(file, defines), f"launch_{name}")
 
     def kernel(grid, block, args, shared_mem=0):
-        boxes = [
-            ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_int(a)
-            for a in args
-        ]
-        pointers = (ctypes.c_void_p * len(boxes))(
-            *(ctypes.cast(ctypes.byref(box), ctypes.c_void_p) for box in boxes)
-        )
-        run(grid[0], block[0], pointers)
+        if not isinstance(args, Arguments):
+            args = Arguments(args)
+        run(grid[0], block[0], args.pointers)
 
     return kernel

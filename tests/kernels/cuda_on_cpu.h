@@ -30,6 +30,7 @@ static inline float __int_as_float(int x) { return bits_as<float>(x); }
 static inline float __uint_as_float(unsigned x) { return bits_as<float>(x); }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }

@@ -11,9 +11,11 @@ import thinwire as tw
 from tests.contracts.cluster import Cluster
 from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
 from thinwire import fused
+from thinwire.compressor import DenseCompressor
 from thinwire.fused import FusedAccount
 from thinwire.kernels import inspection
 from thinwire.kernels.cuda import tables
+from thinwire.kernels.cuda.dense import FusedDense
 from thinwire.kernels.cuda.fused import FusedTopK
 from thinwire.kernels.cuda.tables import register_shape
 
@@ -40,7 +42,8 @@ def kernels(monkeypatch):
         for module in (fused, inspection):
             monkeypatch.setattr(module, "has_kernels", lambda device: on)
 
-    monkeypatch.setattr(FusedTopK, "compiler", staticmethod(compile_for_cpu))
+    for owner in (FusedTopK, FusedDense):
+        monkeypatch.setattr(owner, "compiler", staticmethod(compile_for_cpu))
     switch(True)
     return switch
 
@@ -361,6 +364,28 @@ def test_momentum_under_a_changing_scale(kernels):
         return cluster.random(count)
 
     compare(kernels, dgc(nesterov=True), scaled, scale=lambda: current)
+
+
+@pytest.mark.parametrize("gradients_of", [random, lambda cluster, count: spoiled(cluster, count)])
+def test_small_dense_tensors_travel_beside_the_payload(kernels, gradients_of):
+    """Sums in rank order on both sides, so that every bit agrees; what is not finite reaches every rank."""
+    shapes = {"large": (64, 160), "bias": (64,), "scalar": (), "norm": (7,), "other": (96, 160)}
+    method = tw.ADTopK(density=0.05)
+    fast, _ = compare(kernels, method, gradients_of, shapes=shapes, world=3)
+    (dense,) = (
+        compressor
+        for groups in fast.pipelines[0]._groups.values()
+        for compressor, _ in groups
+        if isinstance(compressor, DenseCompressor)
+    )
+    assert len(dense._kernels) == 1, "the small tensors went another way"
+
+
+def spoiled(cluster, count):
+    gradients = cluster.random(count)
+    if count == 1:
+        gradients[1]["bias"][3] = torch.inf
+    return gradients
 
 
 def test_what_the_kernels_leave_to_the_parts(kernels):

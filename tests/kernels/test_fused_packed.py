@@ -11,6 +11,7 @@ from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
 from tests.kernels.test_fused import SHAPES, adtopk, compare, random
 from thinwire import fused
 from thinwire.kernels import inspection
+from thinwire.kernels.cuda.dense import FusedDense
 from thinwire.kernels.cuda.fused import FusedTopK
 from thinwire.kernels.cuda.pack import PackKernels
 from thinwire.memory import storage as storages
@@ -31,7 +32,7 @@ def kernels(monkeypatch):
         for module in (fused, inspection, storages):
             monkeypatch.setattr(module, "has_kernels", lambda device: on)
 
-    for owner in (FusedTopK, PackKernels):
+    for owner in (FusedTopK, FusedDense, PackKernels):
         monkeypatch.setattr(owner, "compiler", staticmethod(compile_for_cpu))
     switch(True)
     return switch

@@ -14,6 +14,7 @@ from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
 from thinwire import fused
 from thinwire.kernels import inspection
 from thinwire.kernels.cuda import threshold
+from thinwire.kernels.cuda.dense import FusedDense
 from thinwire.kernels.cuda.fused import FusedTopK
 from thinwire.kernels.cuda.threshold import FusedThreshold
 
@@ -31,7 +32,7 @@ def kernels(monkeypatch):
         for module in (fused, inspection):
             monkeypatch.setattr(module, "has_kernels", lambda device: on)
 
-    for kind in (FusedTopK, FusedThreshold):
+    for kind in (FusedTopK, FusedDense, FusedThreshold):
         monkeypatch.setattr(kind, "compiler", staticmethod(compile_for_cpu))
     switch(True)
     return switch

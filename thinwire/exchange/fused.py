@@ -73,7 +73,7 @@ class FusedBatch:
             sizes = [r.tensor.nbytes if gathered else r.tensor.numel() for r in asked]
             pieces = reply.split(sizes, dim=-1)
             for which, request, piece in zip(chosen, asked, pieces, strict=True):
-                if gathered:
+                if gathered and piece.dtype != request.tensor.dtype:
                     piece = piece.view(request.tensor.dtype)
                 summed = isinstance(request, AllReduce)
                 if summed and gathered:
@@ -118,7 +118,7 @@ def _fuse(requests: Sequence[Request]) -> Request:
         return requests[0]
     flat = [request.tensor.reshape(-1) for request in requests]
     if isinstance(requests[0], AllGather):
-        flat = [one.view(torch.uint8) for one in flat]
+        flat = [one if one.dtype == torch.uint8 else one.view(torch.uint8) for one in flat]
     padding: int | Tensor = 0
     for request in requests:
         padding = padding + request.padding_bytes

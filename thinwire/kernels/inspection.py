@@ -47,8 +47,10 @@ def is_any_non_finite(group: Group, update: Tensor, bucket_flat: Tensor) -> Tens
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:
-    """bool []: at least one of some flags, in one operation or none."""
-    return flags[0] if len(flags) == 1 else torch.stack(list(flags)).any()
+    """bool []: at least one of some flags, in as few operations as possible."""
+    if len(flags) <= 2:
+        return flags[0] if len(flags) == 1 else flags[0] | flags[1]
+    return torch.stack(list(flags)).any()
 
 
 def poison_if(bad: Tensor, flat: Tensor) -> None:

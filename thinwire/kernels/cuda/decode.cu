@@ -3,12 +3,20 @@
 // Every element belongs to one program, so that ranks are added one after the other without atomics. Reference:
 // AllGatherFast.combine in thinwire/exchange/gather.py.
 
+// Both flags of the last step go down; the one block of a kernel that reads headers does it.
+static __device__ __forceinline__ void clear(u8* status) {
+    if (threadIdx.x < 2) status[threadIdx.x] = 0;
+    __syncthreads();
+}
+
 // Headers of all ranks: which slots anybody had a gradient for, and whether anything is wrong.
 //   status[0]: some gradient was not finite, or a header is none that this layout writes
 //   status[1]: some slot has no gradient on any rank
 extern "C" __global__ void read_headers(
-    const u8* gathered, const int* expected, u8* used, u8* status, int world, int payload_words, int slots) {
+    const u8* gathered, const int* expected, u8* used, u8* status, int world, int payload_bytes, int slots) {
     // `expected`: the fixed words, then the places of each slot.
+    const int payload_words = payload_bytes / 4;
+    clear(status);
     for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
         bool any = false;
         for (int rank = 0; rank < world; ++rank) {

@@ -21,6 +21,7 @@ static __device__ __forceinline__ int count_of(const u8* payload, const Row& row
 // As read_headers, with counts up to the places of each slot.
 extern "C" __global__ void read_counts(
     const u8* gathered, const int* header, const Aim* aims, u8* used, u8* status, int world, int payload_bytes, int slots) {
+    clear(status);
     for (int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
         bool any = false;
         for (int rank = 0; rank < world; ++rank) {

@@ -12,11 +12,13 @@ import ctypes
 import functools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +31,32 @@ PLAIN_SHARED_BYTES = 48 << 10
 Defines = tuple[tuple[str, int], ...]
 
 
+class Arguments:
+    """What a kernel is called with, as the driver wants it: tensors by pointer, numbers as 32-bit integers.
+
+    Tensors must outlive the launch.
+    """
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self._boxes = [
+            ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, Tensor) else ctypes.c_int(arg)
+            for arg in args
+        ]
+        self.pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, self._boxes))
+
+    def put(self, which: int, value: Tensor | int) -> None:
+        """Replace one."""
+        self._boxes[which].value = value.data_ptr() if isinstance(value, Tensor) else value
+
+
 class Kernel(Protocol):
-    """A compiled kernel. Tensors travel as pointers, numbers as 32-bit integers."""
+    """A compiled kernel."""
 
     def __call__(
         self,
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
-        args: Sequence[Any],
+        args: Sequence[Any] | Arguments,
         shared_mem: int = 0,
     ) -> None: ...
 
@@ -74,21 +94,62 @@ class DriverKernel:
         self,
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
-        args: Sequence[Any],
+        args: Sequence[Any] | Arguments,
         shared_mem: int = 0,
     ) -> None:
         if shared_mem > self._allowed_shared:
             self._compiled.set_shared_memory_config(shared_mem)
             self._allowed_shared = shared_mem
-        boxes = [
-            ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, torch.Tensor) else ctypes.c_int(arg)
-            for arg in args
-        ]
-        pointers = (ctypes.c_void_p * len(boxes))(*map(ctypes.addressof, boxes))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        code = self._launch(self._compiled.func, *grid, *block, shared_mem, stream, pointers, None)
+        if not isinstance(args, Arguments):
+            args = Arguments(args)
+        # Half the cost of asking for the stream as an object.
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        code = self._launch(
+            self._compiled.func,
+            *grid,
+            *block,
+            shared_mem,
+            ctypes.c_void_p(stream),
+            args.pointers,
+            None,
+        )
         if code:
             raise RuntimeError(f"the CUDA driver refused to launch a kernel (error {code})")
+
+
+@dataclass(frozen=True)
+class Varying:
+    """Stands for an argument that is another one in every step."""
+
+    name: str
+
+
+class Site:
+    """One launch that is made in every step, most of its arguments being the same: the rest is looked up and boxed once."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        blocks: int,
+        threads: int,
+        args: Sequence[Any],
+        shared_mem: int = 0,
+    ) -> None:
+        self._kernel = kernel
+        self._grid, self._block = (blocks, 1, 1), (threads, 1, 1)
+        self._shared_mem = shared_mem
+        self._varying = [(i, arg.name) for i, arg in enumerate(args) if isinstance(arg, Varying)]
+        self._arguments: Arguments | None = None
+        self._args = list(args)
+
+    def launch(self, values: Mapping[str, Tensor | int]) -> None:
+        if self._arguments is None:
+            self._arguments = Arguments(
+                [values[arg.name] if isinstance(arg, Varying) else arg for arg in self._args]
+            )
+        for which, name in self._varying:
+            self._arguments.put(which, values[name])
+        self._kernel(self._grid, self._block, self._arguments, self._shared_mem)
 
 
 @functools.cache

@@ -117,6 +117,11 @@ class FusedThreshold:
         aims = torch.tensor(describe(group, codec, goals), dtype=torch.int64)
         self._aims = on_device(aims, group.device)
         self._slot_words: Tensor | None = None
+        self.used = torch.zeros(len(goals), dtype=torch.uint8, device=group.device)
+        """uint8 [slots]: anybody had a gradient in the last step that was decoded."""
+        self._status = torch.zeros(2, dtype=torch.bool, device=group.device)
+        self.wrong, self.unused = self._status.unbind()
+        """bool []: something was wrong in that step; some slot had no gradient."""
         self._header = on_device(codec.fixed_header()[:FIXED_WORDS], group.device)
 
     def _launch(self, file: str, name: str, blocks: int, threads: int, args: list[Any]) -> None:
@@ -166,18 +171,6 @@ class FusedThreshold:
         )
         return payload
 
-    def read_headers(self, gathered: Tensor) -> tuple[Tensor, Tensor]:
-        """(uint8 [slots]: anybody had a gradient; bool [2]: something is wrong, some slot is unused)."""
-        slots = len(self._aims)
-        used = torch.empty(slots, dtype=torch.uint8, device=gathered.device)
-        status = torch.zeros(2, dtype=torch.bool, device=gathered.device)
-        sizes = [self.board.world, gathered.stride(0), slots]
-        args = [gathered, self._header, self._aims, used, status, *sizes]
-        self._launch("decode_counted.cu", "read_counts", 1, THREADS, args)
-        words = gathered.view(torch.int32)[:, FIXED_WORDS : self.codec.header_words]
-        self._slot_words = words.unflatten(1, (slots, SLOT_WORDS + self.codec.note_words))
-        return used, status
-
     def take_slot_words(self) -> tuple[Tensor, Tensor]:
         """What all ranks said of each slot in the headers just read, once.
 
@@ -187,13 +180,22 @@ class FusedThreshold:
         assert words is not None
         return words[..., 0], words[..., SLOT_WORDS:].view(torch.float32)
 
-    def decode(self, gathered: Tensor, out: Tensor, used: Tensor, status: Tensor) -> None:
-        """Write the mean of all ranks' entries to `out` (bucket or group layout); raises status[0] if not finite."""
-        b = self.board
-        known = [gathered, out, self._aims, b.pieces, used, status, b.share]
-        sizes = [b.world, gathered.stride(0), int(self.into_bucket)]
+    def decode(self, gathered: Tensor, out: Tensor) -> None:
+        """Write the mean of all ranks' entries to `out` (bucket or group layout); sets `used`, `unused` and `wrong`."""
+        b, slots = self.board, len(self._aims)
+        sizes = [b.world, gathered.stride(0)]
+        verdict = [self.used, self._status]
+        args = [gathered, self._header, self._aims, *verdict, *sizes, slots]
+        self._launch("decode_counted.cu", "read_counts", 1, THREADS, args)
+        words = gathered.view(torch.int32)[:, FIXED_WORDS : self.codec.header_words]
+        self._slot_words = words.unflatten(1, (slots, SLOT_WORDS + self.codec.note_words))
+        args = [gathered, out, self._aims, b.pieces, *verdict, b.share, *sizes]
         self._launch(
-            "decode_counted.cu", "decode_counted", len(b.pieces), THREADS, [*known, *sizes]
+            "decode_counted.cu",
+            "decode_counted",
+            len(b.pieces),
+            THREADS,
+            [*args, int(self.into_bucket)],
         )
 
     def give_back(
