@@ -27,7 +27,7 @@ from thinwire.plan.groups import Group
 from thinwire.select.base import Session
 from thinwire.select.topk import ExactTopK
 from thinwire.wire.codec import Codec
-from thinwire.wire.fixed import FixedWidthCode
+from thinwire.wire.fixed import FixedWidthCode, PackedCode
 from thinwire.wire.floats import FloatCode
 
 ALIGNMENT = 16
@@ -43,7 +43,7 @@ def can_fuse(
         and knows_memory(memory)
         and type(exchange) is AllGatherFast
         and isinstance(codec.values, FloatCode)
-        and isinstance(codec.indices, FixedWidthCode)
+        and isinstance(codec.indices, FixedWidthCode | PackedCode)
         and bucket_flat.dtype in FLOAT_CODES
         and bucket_flat.data_ptr() % ALIGNMENT == 0
         and has_kernels(bucket_flat.device)

@@ -112,6 +112,18 @@ def test_worlds(kernels, world):
     compare(kernels, adtopk(indices="int32"), random, world=world)
 
 
+@pytest.mark.parametrize("method", [tw.ADTopK, tw.TopK], ids=["rows", "tensors"])
+def test_packed_indices(kernels, monkeypatch, method):
+    """As many bits as a row needs: none for one element, fields that span two words, slots of different widths."""
+    monkeypatch.setattr(tables, "GIANT", 20_000)
+    shapes = {**SHAPES, "single": (9, 1), "long": (1, 45_000), "tensor": (3, 18_001)}
+    packed = method(density=0.05, dense_fallback=False, indices="packed")
+    compare(kernels, packed, random, shapes=shapes, steps=2, world=3)
+    columns = {"few": (300, 3), "cube": (30, 2, 8), "long": (1500, 8), "longer": (3000, 8)}
+    strided = tw.ADTopK(density=0.1, axis=0, dense_fallback=False, indices="packed")
+    compare(kernels, strided, random, shapes=columns, steps=2)
+
+
 def test_everything_kept(kernels):
     compare(kernels, adtopk(1.0), random)
 

@@ -81,6 +81,7 @@ def test_exact_and_reused_turns_side_by_side(kernels):
 @pytest.mark.parametrize("world", [1, 3])
 def test_worlds(kernels, world):
     compare(kernels, method(indices="int32"), random, steps=6, world=world)
+    compare(kernels, method(indices="packed"), random, steps=6, world=world)
 
 
 @pytest.mark.parametrize("values", ["fp32", "fp16"])

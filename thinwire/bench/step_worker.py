@@ -66,6 +66,7 @@ class Trainer:
             init_sync=False,
             broadcast_buffers=False,
             bucket_cap_mb=_bucket_cap(cell.bucket_mb),
+            gradient_as_bucket_view=True,
         )
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=LEARNING_RATE)
         self.handle: Handle | None = install(self.ddp, method, self.optimizer)

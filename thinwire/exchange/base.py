@@ -41,6 +41,8 @@ class Offer:
     """Sum dense parts in rank order, so that bits do not depend on the bucketing."""
     pick_rows: RowPicker | None = None
     """The same selection on other rows."""
+    selector: Selector | None = None
+    """The selection, if it looks at nothing but c and rows: ranks in one process may then select together."""
     usual_rows: Callable[[], Sequence[SlotRows]] | None = None
     """The rows by which the plan decides, whatever the turn: what belongs to a slot for good is cut by these."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.select.rows import RowTable, SlotRows
-from thinwire.wire.bits import pack, unpack, words_for
+from thinwire.wire.bits import WORD_BITS, pack, unpack, words_for
 
 SHORT_LIMIT = 1 << 16
 
@@ -68,13 +69,7 @@ class FixedWidthCode(IndexCode):
 
     def slot_places(self, table: RowTable) -> list[tuple[int, int]]:
         """(byte of its first index, bytes per index) of every slot."""
-        places, at = {}, 0
-        for start, stop, width in self._runs(table):
-            for which, first in enumerate(table.entry_starts[:-1]):
-                if start <= first < stop:
-                    places[which] = (at + (first - start) * width, width)
-            at += (stop - start) * width
-        return [places[which] for which in range(len(table.rows))]
+        return find_places(table, self._runs(table), lambda size: size)
 
     def nbytes(self, table: RowTable) -> int:
         return sum((stop - start) * width for start, stop, width in self._runs(table))
@@ -123,6 +118,10 @@ class PackedCode(IndexCode):
                 runs.append((start, stop, width))
         return runs
 
+    def slot_places(self, table: RowTable) -> list[tuple[int, int]]:
+        """(bit of its first index, bits per index) of every slot."""
+        return find_places(table, self._runs(table), lambda size: WORD_BITS * words_for(size))
+
     def nbytes(self, table: RowTable) -> int:
         return sum(
             4 * words_for((stop - start) * width) for start, stop, width in self._runs(table)
@@ -141,3 +140,16 @@ class PackedCode(IndexCode):
             indices[start:stop] = unpack(words[at : at + size], stop - start, width)
             at += size
         return indices
+
+
+def find_places(
+    table: RowTable, runs: Sequence[tuple[int, int, int]], room: Callable[[int], int]
+) -> list[tuple[int, int]]:
+    """(place of its first index, width) of every slot, if each run of (first entry, last entry, width) takes `room` of its size."""
+    places, at = {}, 0
+    for start, stop, width in runs:
+        for which, first in enumerate(table.entry_starts[:-1]):
+            if start <= first < stop:
+                places[which] = (at + (first - start) * width, width)
+        at += room((stop - start) * width)
+    return [places[which] for which in range(len(table.rows))]

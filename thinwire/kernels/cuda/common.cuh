@@ -19,12 +19,12 @@ struct Row {
     i64 gradient;  // in the bucket
     i64 memory;    // in the group's own buffer
     i64 values;    // byte of its first value in the payload
-    i64 indices;   // byte of its first index in the payload
+    i64 indices;   // byte of its first index in the payload; where they are packed, its bit
     int length;
     int keep;
     int stride;
     int slot;
-    int wide;        // 1: 32-bit indices, 0: 16-bit
+    int width;       // bytes of an index, 4 or 2; where they are packed, bits
     int vector;      // 1: four elements at a time are aligned in bucket and memory
     int neighbours;  // how many rows, from this one on, lie one element further each
     int entry;       // number of its first entry in the payload
@@ -101,9 +101,38 @@ typedef ushort4 Quad;
 static __device__ __forceinline__ float to_float(Gradient x) { return from_fp16(x); }
 #endif
 
-static __device__ __forceinline__ int read_index(const u8* at, int place, int wide) {
-    return wide ? reinterpret_cast<const int*>(at)[place] : reinterpret_cast<const u16*>(at)[place];
+#if PACKED
+static __device__ __forceinline__ int read_index(const u8* payload, const Row& row, int place) {
+    const i64 bit = row.indices + (i64)place * row.width;
+    const u32* words = reinterpret_cast<const u32*>(payload) + (bit >> 5);
+    const int shift = (int)(bit & 31);
+    u32 field = words[0] >> shift;
+    if (shift + row.width > 32) field |= words[1] << (32 - shift);
+    return (int)(field & ((1u << row.width) - 1));
 }
+
+// The bits of the payload are 0 before; neighbours share words.
+static __device__ __forceinline__ void write_index(u8* payload, const Row& row, int place, int index) {
+    const i64 bit = row.indices + (i64)place * row.width;
+    u32* words = reinterpret_cast<u32*>(payload) + (bit >> 5);
+    const int shift = (int)(bit & 31);
+    if (row.width) atomicOr(words, (u32)index << shift);
+    if (shift + row.width > 32) atomicOr(words + 1, (u32)index >> (32 - shift));
+}
+#else
+static __device__ __forceinline__ int read_index(const u8* payload, const Row& row, int place) {
+    const u8* at = payload + row.indices;
+    return row.width == 4 ? reinterpret_cast<const int*>(at)[place] : reinterpret_cast<const u16*>(at)[place];
+}
+
+static __device__ __forceinline__ void write_index(u8* payload, const Row& row, int place, int index) {
+    u8* at = payload + row.indices;
+    if (row.width == 4)
+        reinterpret_cast<int*>(at)[place] = index;
+    else
+        reinterpret_cast<u16*>(at)[place] = (u16)index;
+}
+#endif
 
 // -- warps ------------------------------------------------------------------------------------------------------------
 
@@ -183,10 +212,7 @@ static __device__ __forceinline__ float send(
     bad |= (__float_as_int(c) & 0x7fffffff) >= INFINITE;
     Value code = to_wire(fminf(fmaxf(c, -LARGEST), LARGEST));
     reinterpret_cast<Value*>(payload + row.values)[place] = code;
-    if (row.wide)
-        reinterpret_cast<int*>(payload + row.indices)[place] = index;
-    else
-        reinterpret_cast<u16*>(payload + row.indices)[place] = (u16)index;
+    write_index(payload, row, place, index);
     sent = from_wire(code);
     float left = __fsub_rn(c, sent);
     return (__float_as_int(left) & 0x7fffffff) >= INFINITE ? 0.0f : left;

@@ -60,7 +60,7 @@ extern "C" __global__ void decode_rows(
             const u8* payload = gathered + (i64)rank * payload_bytes;
             const Value* values = reinterpret_cast<const Value*>(payload + row.values);
             for (int place = lane; place < row.keep; place += 32) {
-                const int index = read_index(payload + row.indices, place, row.wide);
+                const int index = read_index(payload, row, place);
                 if (index < 0 || index >= row.length)
                     bad = true;
                 else
@@ -96,11 +96,11 @@ struct Piece {
 #define MOST_AT_ONCE 64
 
 // The first place whose index is not below `index`; indices ascend inside a row.
-static __device__ __forceinline__ int find_place(const u8* indices, const Row& row, int index) {
+static __device__ __forceinline__ int find_place(const u8* payload, const Row& row, int index) {
     int low = 0, high = row.keep;
     while (low < high) {
         const int middle = (low + high) / 2;
-        if (read_index(indices, middle, row.wide) < index)
+        if (read_index(payload, row, middle) < index)
             low = middle + 1;
         else
             high = middle;
@@ -128,11 +128,11 @@ extern "C" __global__ void decode_tiles(
             const int which = i / 2 % FIBRES, rank = i / (2 * FIBRES);
             if (which >= piece.rows) continue;
             const Row mine = rows[piece.first + which];
-            const u8* indices = gathered + (i64)(ranks + rank) * payload_bytes + mine.indices;
+            const u8* payload = gathered + (i64)(ranks + rank) * payload_bytes;
             const int from = piece.start + (i % 2) * span;
-            edges[rank][which][i % 2] = from == 0 ? 0 : find_place(indices, mine, from);
+            edges[rank][which][i % 2] = from == 0 ? 0 : find_place(payload, mine, from);
             // Bisection finds nothing at or beyond the end of the row; only a corrupt payload has something there.
-            if (i % 2 && mine.keep && read_index(indices, mine.keep - 1, mine.wide) >= mine.length) bad = true;
+            if (i % 2 && mine.keep && read_index(payload, mine, mine.keep - 1) >= mine.length) bad = true;
         }
         __syncthreads();
         for (int rank = 0; rank < here; ++rank) {
@@ -140,7 +140,7 @@ extern "C" __global__ void decode_tiles(
                 const u8* payload = gathered + (i64)(ranks + rank) * payload_bytes;
                 const Value* values = reinterpret_cast<const Value*>(payload + row.values);
                 for (int place = edges[rank][fibre][0] + member; place < edges[rank][fibre][1]; place += team) {
-                    const int index = read_index(payload + row.indices, place, row.wide), at = index - piece.start;
+                    const int index = read_index(payload, row, place), at = index - piece.start;
                     if (at < 0 || at >= span || index >= row.length)
                         bad = true;
                     else

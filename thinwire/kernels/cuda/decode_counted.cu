@@ -60,16 +60,16 @@ extern "C" __global__ __launch_bounds__(THREADS) void decode_counted(
             Row mine = row;
             mine.keep = count_of(payload, row);
             const int from = piece.start + (i % 2) * PIECE;
-            edges[i / 2][i % 2] = from == 0 ? 0 : find_place(payload + row.indices, mine, from);
+            edges[i / 2][i % 2] = from == 0 ? 0 : find_place(payload, mine, from);
             // Bisection finds nothing at or beyond the end of the row; only a corrupt payload has something there.
-            if (i % 2 && mine.keep && read_index(payload + row.indices, mine.keep - 1, row.wide) >= row.length) bad = true;
+            if (i % 2 && mine.keep && read_index(payload, row, mine.keep - 1) >= row.length) bad = true;
         }
         __syncthreads();
         for (int rank = 0; rank < together; ++rank) {
             const u8* payload = gathered + (i64)(ranks + rank) * payload_bytes;
             const Value* values = reinterpret_cast<const Value*>(payload + row.values);
             for (int place = edges[rank][0] + threadIdx.x; place < edges[rank][1]; place += THREADS) {
-                const int at = read_index(payload + row.indices, place, row.wide) - piece.start;
+                const int at = read_index(payload, row, place) - piece.start;
                 if (at < 0 || at >= here)
                     bad = true;
                 else
@@ -103,7 +103,7 @@ extern "C" __global__ void give_back_counted(
         const Row row = aims[slot].row;
         const int count = count_of(payload, row);
         for (int place = blockIdx.x * blockDim.x + threadIdx.x; place < count; place += gridDim.x * blockDim.x) {
-            float* at = memory + row.memory + read_index(payload + row.indices, place, row.wide);
+            float* at = memory + row.memory + read_index(payload, row, place);
             *at = __fadd_rn(*at, from_wire(reinterpret_cast<const Value*>(payload + row.values)[place]));
         }
     }

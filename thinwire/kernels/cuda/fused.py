@@ -18,6 +18,7 @@ from thinwire.kernels.cuda.launch import Compiler, Kernel, Site, Varying, compil
 from thinwire.kernels.cuda.tables import BINS, WARP, Tables, make_tables
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Codec
+from thinwire.wire.fixed import PackedCode
 
 FLOAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ROW_WARPS = 4
@@ -75,6 +76,7 @@ class FusedTopK:
         self._defines = (
             ("VALUE_CODE", FLOAT_CODES[values]),
             ("GRADIENT_CODE", FLOAT_CODES[gradient_dtype]),
+            ("PACKED", int(isinstance(codec.indices, PackedCode))),
         )
         self._correction = correction
         self._one = torch.ones(1, device=group.device)

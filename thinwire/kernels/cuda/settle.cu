@@ -15,7 +15,7 @@ extern "C" __global__ void give_back(
         const Row row = rows[number];
         if (used[row.slot] != mode) continue;
         for (int place = lane; place < row.keep; place += 32) {
-            const i64 at = row.memory + (i64)read_index(payload + row.indices, place, row.wide) * row.stride;
+            const i64 at = row.memory + (i64)read_index(payload, row, place) * row.stride;
             memory[at] = __fadd_rn(memory[at], from_wire(reinterpret_cast<const Value*>(payload + row.values)[place]));
             correction.give_back(at, place, row);
         }

@@ -12,7 +12,7 @@ from thinwire.errors import ExchangeError
 from thinwire.plan.groups import Group
 from thinwire.select.rows import SlotRows
 from thinwire.wire.codec import FIXED_WORDS, Codec
-from thinwire.wire.fixed import FixedWidthCode
+from thinwire.wire.fixed import FixedWidthCode, PackedCode
 from thinwire.wire.floats import FloatCode
 
 WARP = 32
@@ -252,29 +252,36 @@ def make_giants(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) 
 
 def describe_rows(group: Group, codec: Codec) -> list[Tensor]:
     """int64 [rows, 8] for each slot: struct Row of common.cuh, two 32-bit numbers to a word."""
-    assert isinstance(codec.values, FloatCode) and isinstance(codec.indices, FixedWidthCode)
+    assert isinstance(codec.values, FloatCode)
     item = codec.values.dtype.itemsize
-    index_places = codec.indices.slot_places(codec.table)
+    first_indices = index_places(codec)
     tables = []
     for which, (source, rows) in enumerate(zip(group.sources, codec.table.rows, strict=True)):
         offsets = rows.row_offsets()
         into_bucket = source.offset - rows.slot.offset
         numbers = torch.arange(rows.count)
-        first_index, width = index_places[which]
+        first_index, width = first_indices[which]
         aligned = rows.stride == 1 and rows.length % 4 == 0
         vector = ((offsets % 4 == 0) & ((offsets + into_bucket) % 4 == 0)).long() * int(aligned)
         columns = [
             offsets + into_bucket,
             offsets,
             codec.values_at + (codec.table.entry_starts[which] + numbers * rows.keep) * item,
-            codec.indices_at + first_index + numbers * rows.keep * width,
+            first_index + numbers * rows.keep * width,
             torch.full((rows.count,), rows.length | rows.keep << 32),
             torch.full((rows.count,), rows.stride | which << 32),
-            int(width == 4) | vector << 32,
+            width | vector << 32,
             neighbours(offsets) | (codec.table.entry_starts[which] + numbers * rows.keep) << 32,
         ]
         tables.append(torch.stack(columns, 1))
     return tables
+
+
+def index_places(codec: Codec) -> list[tuple[int, int]]:
+    """(byte of its first index in the payload, bytes per index) of every slot; bits where indices are packed."""
+    assert isinstance(codec.indices, FixedWidthCode | PackedCode)
+    start = codec.indices_at * (8 if isinstance(codec.indices, PackedCode) else 1)
+    return [(start + first, width) for first, width in codec.indices.slot_places(codec.table)]
 
 
 def neighbours(offsets: Tensor) -> Tensor:

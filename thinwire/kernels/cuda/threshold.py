@@ -15,10 +15,10 @@ from torch import Tensor
 from thinwire.errors import ExchangeError
 from thinwire.kernels.cuda.fused import FLOAT_CODES, LOOK_BLOCKS, ROW_WARPS
 from thinwire.kernels.cuda.launch import Compiler, compile_with_nvrtc
-from thinwire.kernels.cuda.tables import BINS, PIECE, WARP
+from thinwire.kernels.cuda.tables import BINS, PIECE, WARP, index_places
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import FIXED_WORDS, SLOT_WORDS, Codec
-from thinwire.wire.fixed import FixedWidthCode
+from thinwire.wire.fixed import PackedCode
 from thinwire.wire.floats import FloatCode
 
 THREADS = 256
@@ -112,6 +112,7 @@ class FusedThreshold:
         self._defines = (
             ("VALUE_CODE", FLOAT_CODES[codec.values.dtype]),
             ("GRADIENT_CODE", FLOAT_CODES[gradient_dtype]),
+            ("PACKED", int(isinstance(codec.indices, PackedCode))),
             ("NOTE_WORDS", codec.note_words),
         )
         aims = torch.tensor(describe(group, codec, goals), dtype=torch.int64)
@@ -225,8 +226,8 @@ def describe(group: Group, codec: Codec, goals: Sequence[Goal]) -> list[list[int
 
     Plain numbers, because every new mixture of modes in a group makes a table.
     """
-    assert isinstance(codec.values, FloatCode) and isinstance(codec.indices, FixedWidthCode)
-    places = codec.indices.slot_places(codec.table)
+    assert isinstance(codec.values, FloatCode)
+    places = index_places(codec)
     aims = []
     for which, (source, rows, goal) in enumerate(
         zip(group.sources, codec.table.rows, goals, strict=True)
@@ -239,10 +240,10 @@ def describe(group: Group, codec: Codec, goals: Sequence[Goal]) -> list[list[int
                 source.offset,
                 rows.slot.offset,
                 codec.values_at + codec.table.entry_starts[which] * codec.values.dtype.itemsize,
-                codec.indices_at + first_index,
+                first_index,
                 rows.length | rows.keep << 32,
                 1 | which << 32,
-                int(width == 4) | vector << 32,
+                width | vector << 32,
                 1,
                 goal.fewest | goal.target << 32,
                 int(goal.exact),
