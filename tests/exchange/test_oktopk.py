@@ -12,6 +12,7 @@ from tests.exchange.ranks import Ranks, check_step, gradients
 from thinwire.errors import UsageError
 from thinwire.exchange import regions, reused
 from thinwire.exchange.drivers import run_virtual
+from thinwire.exchange.lockstep import alone
 from thinwire.exchange.regions import HashedRegions
 from thinwire.exchange.reused import ReusedThresholds, step_towards
 from thinwire.exchange.segments import Edges, Segments
@@ -79,17 +80,22 @@ def test_radix_select_finds_the_largest(world, rounds):
     present = torch.rand(world, 400, generator=torch.Generator().manual_seed(2)) < 0.8
     for keep in (0, 1, 37, 200, 5000):
         programs = [
-            choose_largest(
-                Candidates(magnitude_bits(values[r]), present[r], Segments(Edges([0, 150, 400]))),
-                torch.tensor([keep, keep]),
-                Rounds([rounds] * 2),
-                world=world,
-                rank=r,
-                phase="t",
+            alone(
+                choose_largest(
+                    Candidates(
+                        magnitude_bits(values[r, None]),
+                        present[r, None],
+                        Segments(Edges([0, 150, 400])),
+                    ),
+                    torch.tensor([keep, keep]),
+                    Rounds([rounds] * 2),
+                    rank=r,
+                    phase="t",
+                )
             )
             for r in range(world)
         ]
-        won = torch.stack(run_virtual(programs)) if world > 1 else run_virtual(programs)[0][None]
+        won = torch.stack(run_virtual(programs))
         for a, b in [(0, 150), (150, 400)]:
             inside, there = won[:, a:b], present[:, a:b]
             assert int(inside.sum()) == min(keep, int(there.sum()))
@@ -110,17 +116,18 @@ def test_segments_are_searched_together_as_they_would_be_alone():
 
     def search(start: int, stop: int, which: slice, inside: list[int]) -> Tensor:
         programs = [
-            choose_largest(
-                Candidates(
-                    magnitude_bits(values[rank, start:stop]),
-                    present[rank, start:stop],
-                    Segments(Edges(inside)),
-                ),
-                keep[which],
-                Rounds(kinds[which]),
-                world=3,
-                rank=rank,
-                phase="t",
+            alone(
+                choose_largest(
+                    Candidates(
+                        magnitude_bits(values[rank, None, start:stop]),
+                        present[rank, None, start:stop],
+                        Segments(Edges(inside)),
+                    ),
+                    keep[which],
+                    Rounds(kinds[which]),
+                    rank=rank,
+                    phase="t",
+                )
             )
             for rank in range(3)
         ]
@@ -128,9 +135,9 @@ def test_segments_are_searched_together_as_they_would_be_alone():
 
     together = search(0, 1000, slice(None), edges)
     for which, (start, stop) in enumerate(itertools.pairwise(edges)):
-        alone = search(start, stop, slice(which, which + 1), [0, stop - start])
-        assert torch.equal(together[:, start:stop], alone)
-        assert int(alone.sum()) == min(int(keep[which]), int(present[:, start:stop].sum()))
+        apart = search(start, stop, slice(which, which + 1), [0, stop - start])
+        assert torch.equal(together[:, start:stop], apart)
+        assert int(apart.sum()) == min(int(keep[which]), int(present[:, start:stop].sum()))
 
 
 def test_turns_count_inside_each_segment():
@@ -151,8 +158,11 @@ def test_hashed_regions_tile_the_group(world):
     hashed = HashedRegions(table, world, torch.device("cpu"))
     for which, slot in enumerate(ranks.group.slots):
         positions = torch.arange(slot.offset, slot.offset + slot.numel)
-        owner, index = hashed.place(positions, torch.full_like(positions, which))
-        assert torch.equal(hashed.positions(owner, index), positions)
+        slots = torch.full_like(positions, which)
+        box, index = hashed.locate(positions, slots)
+        owner = box // len(rows)
+        assert torch.equal(box % len(rows), slots)
+        assert torch.equal(hashed.positions(owner, index, hashed.lookup(slots)), positions)
         assert len({*zip(owner.tolist(), index.tolist(), strict=True)}) == slot.numel
         start, stop = hashed.edges.on_device[which : which + 2]
         assert bool(((index >= start) & (index < stop)).all())

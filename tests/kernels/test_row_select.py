@@ -34,13 +34,15 @@ def make_data(kind: str, numel: int) -> torch.Tensor:
     "kind", ["random", "tied", "constant", "zero", "signed zeros", "denormal", "huge"]
 )
 def test_row_select_equals_the_reference(kind):
-    """Contiguous rows, strided rows, one-element rows, k = 1, k = L, and a row too long for a tile."""
+    """Contiguous rows, strided rows, one-element rows, k = 1, k = L, and rows too long for a tile, two slots of them alike."""
     shapes = [
         ((6, 70), 1, 0.05),
         ((20, 33), 0, 0.1),
         ((5, 1), 1, 1.0),
         ((4, 16), 1, 1.0),
         ((1, 9000), 1, 0.01),
+        ((3, 9001), 1, 0.01),
+        ((2, 9000), 1, 0.01),
     ]
     rows, offset = [], 0
     for shape, axis, density in shapes:

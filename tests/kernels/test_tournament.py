@@ -172,7 +172,7 @@ def test_a_table_of_many_kinds_gives_the_reference(selector):
 def test_slots_of_one_kind_share_a_tournament_and_small_ones_have_none():
     plan = make_plan(mixed_table(AllDimensionTopK(0.01)), torch.float32)
     assert [members for _, members in plan.tournaments] == [[0, 2], [1], [3]]
-    assert plan.others == [4, 5]
+    assert [[rows.slot.name for rows in alike.slots] for alike in plan.others] == [["p4"], ["p5"]]
 
 
 def test_views_of_a_larger_buffer_are_read_where_they_lie():

@@ -14,6 +14,7 @@ from thinwire.adapters.fusion import FusionBuffer
 from thinwire.errors import UsageError
 from thinwire.exchange.drivers import Driver, VirtualRanks
 from thinwire.exchange.hierarchy import join_hosts
+from thinwire.exchange.lockstep import in_teams
 from thinwire.exchange.network import Network
 from thinwire.exchange.requests import Place, Program
 from thinwire.handle import Handle
@@ -71,7 +72,8 @@ class Seats:
                 future.value()
                 raise AssertionError("a pipeline neither started nor failed")
             programs.append(program)
-        self._ranks.run(programs)
+        with in_teams():
+            self._ranks.run(programs)
 
 
 class WorkerHandle(Handle):

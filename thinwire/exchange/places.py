@@ -1,7 +1,7 @@
 """Messages of fixed size for split-and-reduce: so many places per slot and owner, whatever the data.
 
 An entry is an int32 index inside the owner's region and a value in the wire's dtype. Places that no entry took hold
-NO_ENTRY. Nothing here makes the host wait.
+NO_ENTRY. Nothing here makes the host wait. Tensors begin with a dimension of ranks: one, or all of a team.
 """
 
 from __future__ import annotations
@@ -13,21 +13,10 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import WireError
-from thinwire.exchange.base import Offer
-from thinwire.exchange.common import (
-    INDEX_DTYPE,
-    NO_ENTRY,
-    flags_request,
-    to_wire,
-    travelling,
-    typed,
-    wire_dtype,
-    zero_update,
-)
+from thinwire.exchange.common import INDEX_DTYPE, NO_ENTRY, typed
 from thinwire.exchange.regions import HashedRegions
-from thinwire.exchange.requests import AllGather, AllToAll, Program
 from thinwire.exchange.segments import Segments
-from thinwire.exchange.threshold import magnitude_bits
+from thinwire.exchange.threshold import MAGNITUDE_BITS, magnitude_bits
 from thinwire.select.rows import RowTable
 
 LARGEST_CAPACITY = 1.5
@@ -35,16 +24,44 @@ INDEX_BYTES = INDEX_DTYPE.itemsize
 
 
 class Places:
-    """How many places each slot has in a message to one owner, and where they begin."""
+    """How many places each slot has in a message to one owner, and where they begin.
 
-    def __init__(self, table: RowTable, world: int, capacity: float, device: torch.device) -> None:
+    The entries of one slot for one owner are a box.
+    """
+
+    def __init__(
+        self, table: RowTable, regions: HashedRegions, world: int, capacity: float
+    ) -> None:
+        device = regions.device
         entries = [rows.entries for rows in table.rows]
-        counts = [capacity_of(k, world, capacity) for k in entries]
-        self.total = sum(counts)
+        counts = torch.tensor([capacity_of(k, world, capacity) for k in entries])
+        starts = counts.cumsum(0) - counts
+        self.world = world
+        self.total = int(counts.sum())
+        self.size = regions.size
         self.entries = torch.tensor(entries, device=device)
         """How many entries each slot may keep."""
-        self.counts = torch.tensor(counts, device=device)
-        self.starts = self.counts.cumsum(0) - self.counts
+        self.starts = starts.to(device)
+        self.stops = (starts + counts).to(device)
+        firsts = (torch.arange(world)[:, None] * self.total + starts).view(-1)
+        nowhere = torch.zeros(1, dtype=torch.int64)
+        self.box_starts = torch.cat([firsts, nowhere]).to(device)
+        """By box, and one more for what has no place: where it begins in all messages of a rank."""
+        self.box_stops = torch.cat([firsts + counts.repeat(world), nowhere]).to(device)
+        slots = torch.arange(len(entries)).repeat_interleave(counts).to(device)
+        self.lookup = regions.lookup(slots)
+        self.lowest = regions.edges.on_device[slots].to(INDEX_DTYPE)
+        """By place: the smallest index that may be in it, and the largest."""
+        self.highest = (regions.edges.on_device[slots + 1] - 1).to(INDEX_DTYPE)
+        self.owners = torch.arange(world, device=device)[:, None]
+        self._bounds: dict[int, Tensor] = {}
+
+    def box_bounds(self, ranks: int) -> Tensor:
+        """[ranks, boxes + 1]: the smallest key of every box."""
+        if ranks not in self._bounds:
+            boxes = torch.arange(self.box_starts.numel(), device=self.box_starts.device)
+            self._bounds[ranks] = (boxes << MAGNITUDE_BITS).repeat(ranks, 1)
+        return self._bounds[ranks]
 
 
 def capacity_of(entries: int, world: int, capacity: float) -> int:
@@ -55,55 +72,46 @@ def capacity_of(entries: int, world: int, capacity: float) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """This rank's selected entries, and those of them that found a place in a message."""
+    """The ranks' selected entries, and those of them that found a place in a message."""
 
-    positions: Tensor
-    sent: Tensor
-    """Values as the wire rounds them; 0 for entries without a place."""
+    placed: Tensor
+    """bool [ranks, entries]"""
     indices: Tensor
-    """int32 [world, places]"""
+    """int32 [ranks, world, places]"""
     values: Tensor
-    """wire dtype [world, places]"""
+    """wire dtype [ranks, world, places]"""
 
 
-def propose(offer: Offer, regions: HashedRegions, places: Places) -> Proposal:
-    """Sort the selected entries into messages, the largest of every slot and owner first."""
-    table, world = offer.codec.table, offer.place.world
-    picks = offer.pick()
-    positions = table.positions(picks.indices)
-    slots = table.entry_slots(positions.device).long()
-    wire = to_wire(picks.values, wire_dtype(offer))
-    owner, index = regions.place(positions, slots)
-    boxes = world * len(table.rows)
-    box = torch.where(wire != 0, owner * len(table.rows) + slots, boxes)
+def propose(wire: Tensor, box: Tensor, index: Tensor, places: Places) -> Proposal:
+    """Sort selected entries [ranks, entries] into messages, the largest of every box first."""
+    ranks, entries = wire.shape
+    nowhere = places.box_starts.numel() - 1
     # One key orders by box, then by falling magnitude, then (stable) by index.
-    order = ((box << 31) | (0x7FFFFFFF - magnitude_bits(wire).long())).argsort(stable=True)
-    box = box[order]
-    sizes = torch.zeros(boxes + 1, dtype=torch.int64, device=box.device)
-    sizes.scatter_add_(0, box, torch.ones_like(box))
-    turn = torch.arange(box.numel(), device=box.device) - (sizes.cumsum(0) - sizes)[box]
-    slot = slots[order]
-    fits = (box < boxes) & (turn < places.counts[slot])
-    target = owner[order] * places.total + places.starts[slot] + turn
-    target = torch.where(fits, target, world * places.total)
-    indices = torch.full(
-        (world * places.total + 1,), NO_ENTRY, dtype=INDEX_DTYPE, device=box.device
-    )
-    values = torch.zeros(world * places.total + 1, dtype=wire.dtype, device=box.device)
-    indices[target] = index[order].to(INDEX_DTYPE)
-    values[target] = wire[order]
-    placed = torch.zeros_like(fits).scatter_(0, order, fits)
+    ends = (torch.where(wire != 0, box, nowhere) << MAGNITUDE_BITS) + ((1 << MAGNITUDE_BITS) - 1)
+    keys, order = (ends - magnitude_bits(wire)).sort(dim=1, stable=True)
+    box = keys >> MAGNITUDE_BITS
+    before = torch.searchsorted(keys, places.box_bounds(ranks))
+    # Place of an entry = where its box begins + entries of the box before it.
+    target = (places.box_starts - before).gather(1, box)
+    target += torch.arange(entries, device=wire.device)
+    dump = places.world * places.total
+    target = torch.where(target < places.box_stops[box], target, dump)
+    target = torch.empty_like(target).scatter_(1, order, target)
+    shape = (ranks, dump + 1)
+    indices = torch.full(shape, NO_ENTRY, dtype=INDEX_DTYPE, device=wire.device)
+    indices.scatter_(1, target, index.to(INDEX_DTYPE))
+    values = torch.zeros(shape, dtype=wire.dtype, device=wire.device).scatter_(1, target, wire)
     return Proposal(
-        positions,
-        torch.where(placed, wire, 0.0).to(offer.account.c.dtype),
-        indices[:-1].view(world, -1),
-        values[:-1].view(world, -1),
+        target < dump,
+        indices[:, :-1].view(ranks, places.world, -1),
+        values[:, :-1].view(ranks, places.world, -1),
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Owned:
-    """What this rank holds of the sum: its region, and where anything arrived at all.
+    """What ranks hold of the sum: [ranks, 1 + region], and where anything arrived at all. The first element, which is
+    always zero, is the dump of empty places.
 
     A sum may be exactly zero and still be one, so `touched` is not `sums != 0`.
     """
@@ -112,86 +120,50 @@ class Owned:
     touched: Tensor
 
 
-def reduce_split(
-    offer: Offer, regions: HashedRegions, proposal: Proposal
-) -> Program[tuple[Owned, Tensor]]:
-    """Send every entry to its owner; add what arrives, rank 0's first. Returns the flags of all ranks too."""
-    message = pack(proposal.indices, proposal.values)
-    entry = message.shape[1] // max(1, proposal.indices.shape[1])
-    empty = (proposal.indices < 0).sum(1) * entry
-    bad = ~proposal.sent.isfinite().all()
-    request = AllToAll(
-        message, f"{offer.phase}/split", padding_bytes=travelling(empty, offer.place.rank)
-    )
-    flags, arrived = yield flags_request(offer, bad), request
-    indices, values = unpack(arrived, proposal.values.dtype, regions.size)
-    # One element more than the region: the dump of empty places.
-    sums = torch.zeros(regions.size + 1, dtype=offer.account.c.dtype, device=message.device)
-    touched = torch.zeros(regions.size + 1, dtype=torch.bool, device=message.device)
-    target = torch.where(indices >= 0, indices, regions.size)
-    add_by_rank(sums, target, values)
+def reduce_arrived(messages: Tensor, places: Places, wire: torch.dtype, sum_: torch.dtype) -> Owned:
+    """Add what arrived at each rank, [ranks, world, bytes], rank 0's first."""
+    ranks, width = messages.shape[0], places.size + 1
+    indices, values = unpack(messages, wire, places.lowest, places.highest)
+    begins = torch.arange(1, ranks * width, width, device=messages.device)[:, None, None]
+    target = indices + begins
+    sums = torch.zeros(ranks * width, dtype=sum_, device=messages.device)
+    touched = torch.zeros(ranks * width, dtype=torch.bool, device=messages.device)
+    add_by_rank(sums, target, values.to(sum_))
     # Not `touched[...] = True`, which copies a number to the device and waits.
     touched.index_fill_(0, target.view(-1), True)
-    return Owned(sums[:-1], touched[:-1]), flags
+    sums = sums.view(ranks, width)
+    sums.select(1, 0).zero_()
+    return Owned(sums, touched.view(ranks, width))
 
 
 def add_by_rank(sums: Tensor, target: Tensor, values: Tensor) -> None:
-    """sums[target] += values for [world, m] entries, row after row."""
-    values = values.to(sums.dtype)
+    """sums[target] += values for [owners, world, m] entries, for each owner those of rank 0 first."""
     if sums.device.type == "cpu":
         # index_add_ on the CPU goes from front to back, which is rank order.
         sums.index_add_(0, target.view(-1), values.reshape(-1))
         return
-    for row, numbers in zip(target, values, strict=True):
-        sums.index_add_(0, row, numbers)
+    by_source = zip(target.unbind(1), values.unbind(1), strict=True)
+    for row, numbers in by_source:
+        sums.index_add_(0, row.reshape(-1), numbers.reshape(-1))
 
 
 def compact(winners: Tensor, segments: Segments, places: Places) -> Tensor:
-    """int32 [places]: the indices of this owner's winners, in order, as many as each slot has places for."""
-    turns, _ = segments.turns(winners)
-    taken = winners & (turns <= segments.spread(places.counts))
-    target = torch.where(taken, turns + segments.spread(places.starts - 1), places.total)
-    fit = torch.full((places.total + 1,), NO_ENTRY, dtype=INDEX_DTYPE, device=winners.device)
-    fit[target] = torch.arange(winners.numel(), dtype=INDEX_DTYPE, device=winners.device)
-    return fit[:-1]
+    """int32 [ranks, places]: the indices of each owner's winners, in order, as many as each slot has places for."""
+    up_to, at_edges = segments.count_up(winners)
+    target = up_to + segments.spread(places.starts - 1 - at_edges[:, :-1])
+    taken = winners & (target < segments.spread(places.stops))
+    target = torch.where(taken, target, places.total)
+    shape = (winners.shape[0], places.total + 1)
+    fit = torch.full(shape, NO_ENTRY, dtype=INDEX_DTYPE, device=winners.device)
+    index = torch.arange(winners.shape[1], dtype=INDEX_DTYPE, device=winners.device)
+    return fit.scatter_(1, target, index.expand_as(target))[:, :-1]
 
 
-def gather_places(offer: Offer, regions: HashedRegions, fit: Tensor) -> Program[Tensor]:
-    """[world, places]: flat positions of all owners' winners, NO_ENTRY where there is none."""
-    empty = (fit < 0).sum() * INDEX_BYTES
-    (indices,) = yield (AllGather(fit, f"{offer.phase}/places", padding_bytes=empty),)
-    return positions_of(indices.long(), regions)
-
-
-def gather_sums(
-    offer: Offer, regions: HashedRegions, owned: Owned, fit: Tensor
-) -> Program[tuple[Tensor, Tensor]]:
-    """(dense sum of the winners, bool mask of their positions); an owner banks what rounding its sums lost."""
-    won = fit >= 0
-    index = fit.clamp(min=0).long()
-    exact = torch.where(won, owned.sums[index], 0.0)
-    rounded = to_wire(exact, wire_dtype(offer))
-    lost = exact - rounded
-    offer.account.give_back(
-        regions.positions(offer.place.rank, index), torch.where(lost.isfinite(), lost, 0.0)
-    )
-    message = pack(fit[None], rounded[None])[0]
-    empty = (~won).sum() * (INDEX_BYTES + rounded.element_size())
-    (gathered,) = yield (AllGather(message, f"{offer.phase}/gather", padding_bytes=empty),)
-    indices, values = unpack(gathered, rounded.dtype, regions.size)
-    positions = positions_of(indices, regions).view(-1)
-    numel = offer.codec.table.numel
-    kept = torch.zeros(numel + 1, dtype=torch.bool, device=message.device)
-    kept.index_fill_(0, torch.where(positions >= 0, positions, numel), True)
-    sums = torch.where(positions >= 0, values.reshape(-1), 0.0).to(exact.dtype)
-    update = zero_update(offer).index_add_(0, positions.clamp(min=0), sums)
-    return update, kept[:-1]
-
-
-def positions_of(indices: Tensor, regions: HashedRegions) -> Tensor:
-    """Flat positions of [world, m] indices, row o in the region of owner o."""
-    owners = torch.arange(indices.shape[0], device=indices.device)[:, None]
-    return torch.where(indices >= 0, regions.positions(owners, indices.clamp(min=0)), NO_ENTRY)
+def positions_of(indices: Tensor, regions: HashedRegions, places: Places, empty: int) -> Tensor:
+    """Flat positions of [world, places] indices, row o in the region of owner o; `empty` where there is none."""
+    inside = torch.maximum(indices, places.lowest)
+    positions = regions.positions(places.owners, inside, places.lookup)
+    return torch.where(indices >= 0, positions, empty)
 
 
 def pack_left(places: Tensor, keep: int) -> Tensor:
@@ -200,20 +172,37 @@ def pack_left(places: Tensor, keep: int) -> Tensor:
 
 
 def pack(indices: Tensor, values: Tensor) -> Tensor:
-    """[rows, m] indices and values as bytes, one message per row."""
+    """[..., m] indices and values as bytes, one message per row."""
     return torch.cat(
-        [indices.contiguous().view(torch.uint8), values.contiguous().view(torch.uint8)], 1
+        [indices.contiguous().view(torch.uint8), values.contiguous().view(torch.uint8)], -1
     )
 
 
-def unpack(message: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
-    """(int64 indices, values); an index beyond the region is refused, or on an accelerator marks the step as bad."""
-    count = message.shape[1] // (INDEX_BYTES + dtype.itemsize)
-    indices = typed(message[:, : INDEX_BYTES * count], INDEX_DTYPE).long()
-    values = typed(message[:, INDEX_BYTES * count :], dtype)
-    outside = (indices < NO_ENTRY) | (indices >= size)
-    if message.device.type == "cpu":
+def unpack(
+    messages: Tensor, dtype: torch.dtype, lowest: Tensor | int, highest: Tensor | int
+) -> tuple[Tensor, Tensor]:
+    """(int32 indices, values) of [..., bytes]; an index that cannot be in its place is refused, or on an accelerator
+    marks the step as bad."""
+    indices, values = split(messages, dtype)
+    # Both bounds are tensors or both are numbers, which no annotation says.
+    inside = indices.clamp(lowest, highest)  # type: ignore[arg-type]
+    outside = (inside != indices) & (indices != NO_ENTRY)
+    if messages.device.type == "cpu":
         if bool(outside.any()):
             raise WireError("a message holds an index outside its owner's region")
         return indices, values
-    return torch.where(outside, 0, indices), torch.where(outside, torch.nan, values)
+    return torch.where(outside, inside, indices), torch.where(outside, torch.nan, values)
+
+
+def split(messages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The parts of [..., bytes]: indices as they are, values."""
+    width = messages.shape[-1]
+    count = width // (INDEX_BYTES + dtype.itemsize)
+    if dtype.itemsize == INDEX_BYTES and messages.is_contiguous():
+        words = messages.view(INDEX_DTYPE)
+        return words[..., :count], words[..., count:].view(dtype)
+    rows = messages.reshape(-1, width)
+    indices = typed(rows[:, : INDEX_BYTES * count], INDEX_DTYPE)
+    values = typed(rows[:, INDEX_BYTES * count :], dtype)
+    shape = (*messages.shape[:-1], count)
+    return indices.view(shape), values.view(shape)

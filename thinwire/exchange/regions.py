@@ -7,7 +7,6 @@ any agreement between ranks, and the same in every bucketing.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ class HashedRegions:
     """
 
     def __init__(self, table: RowTable, world: int, device: torch.device) -> None:
-        self.world = world
         self.device = device
         shifts = [block_bits(rows.slot.numel, world) for rows in table.rows]
         owners, turns, bases, begins, edges = [], [], [0], [0], [0]
@@ -45,42 +43,42 @@ class HashedRegions:
         """Elements of a region, the same for every owner; some are beyond the end of their slot."""
         self.edges = Edges(edges, device)
         """Where each slot's part of a region begins and ends."""
-        self._offsets = torch.tensor([rows.slot.offset for rows in table.rows], device=device)
-        self._shifts = torch.tensor(shifts, device=device)
-        self._bases = torch.tensor(bases[:-1], device=device)
-        self._begins = torch.tensor(begins[:-1], device=device)
-        self._edges = self.edges.on_device[:-1]
-        self._owners = torch.cat(owners).to(device)
-        self._turns = torch.cat(turns).to(device)
-        self._starts = self._find_starts(table, shifts, begins)
+        self.blocks = begins[-1]
+        """Blocks of a region."""
+        offsets = [rows.slot.offset for rows in table.rows]
+        masks = [(1 << shift) - 1 for shift in shifts]
+        numbers = torch.tensor([offsets, bases[:-1], begins[:-1], edges[:-1], shifts, masks])
+        self._by_slot = numbers.to(device)
+        """[6, slots]: where the slot begins in the group, among all blocks, among a region's blocks and in a region;
+        log2 of its block size, and that as a mask."""
+        counts = torch.tensor(bases).diff()
+        slots = torch.arange(len(table.rows)).repeat_interleave(counts)
+        begin, base, first, edge, shift, _ = numbers[:, slots]
+        owner, turn = torch.cat(owners), torch.cat(turns)
+        self._boxes = (owner * len(table.rows) + slots).to(device)
+        self._firsts = (edge + (turn << shift)).to(device)
+        """Where each block begins in its owner's region."""
+        starts = torch.zeros(world, self.blocks, dtype=torch.int64)
+        starts[owner, first + turn] = begin + (torch.arange(bases[-1]) - base << shift)
+        self._starts = starts.view(-1).to(device)
+        """By owner and block of its region: the flat position where it begins."""
 
-    def _find_starts(self, table: RowTable, shifts: Sequence[int], begins: Sequence[int]) -> Tensor:
-        """[world, blocks of a region]: the flat position where each block begins."""
-        starts = torch.zeros(self.world, begins[-1], dtype=torch.int64, device=self.device)
-        firsts, rows_of_block = [], []
-        for which, (rows, shift) in enumerate(zip(table.rows, shifts, strict=True)):
-            blocks = -(-rows.slot.numel >> shift)
-            firsts.append(rows.slot.offset + (torch.arange(blocks) << shift))
-            rows_of_block.append(torch.full((blocks,), begins[which]))
-        place = torch.cat(rows_of_block).to(self.device) + self._turns
-        starts[self._owners, place] = torch.cat(firsts).to(self.device)
-        return starts
+    def locate(self, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """(owner x number of slots + slot, index in the owner's region) of flat positions in the given slots."""
+        begin, base, _, _, shift, mask = self._by_slot.index_select(1, slots)
+        inside = positions - begin
+        block = (inside >> shift) + base
+        return self._boxes[block], self._firsts[block] + (inside & mask)
 
-    def place(self, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """(owner, index in the owner's region) of flat positions."""
-        inside = positions - self._offsets[slots]
-        shift = self._shifts[slots]
-        block = self._bases[slots] + (inside >> shift)
-        within = inside & ((1 << shift) - 1)
-        return self._owners[block], self._edges[slots] + (self._turns[block] << shift) + within
+    def lookup(self, slots: Tensor) -> Tensor:
+        """What `positions` has to know of the slots of some indices; worth keeping where these are always the same."""
+        return self._by_slot[2:].index_select(1, slots)
 
-    def positions(self, owner: Tensor | int, index: Tensor) -> Tensor:
-        """Flat positions of indices in an owner's region; the inverse of `place`."""
-        slots = torch.bucketize(index, self._edges, right=True) - 1
-        local = index - self._edges[slots]
-        shift = self._shifts[slots]
-        within = local & ((1 << shift) - 1)
-        return self._starts[owner, self._begins[slots] + (local >> shift)] + within
+    def positions(self, owner: Tensor, index: Tensor, lookup: Tensor) -> Tensor:
+        """Flat positions of indices in an owner's region; the inverse of `locate`."""
+        first, edge, shift, mask = lookup
+        local = index - edge
+        return self._starts[(local >> shift) + (owner * self.blocks + first)] + (local & mask)
 
 
 def block_bits(numel: int, world: int) -> int:

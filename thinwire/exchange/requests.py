@@ -154,13 +154,17 @@ class Place:
 
 
 def together(programs: Sequence[Program[Any]]) -> Program[list[Any]]:
-    """Run several programs side by side: what they ask for in the same round travels as one batch."""
+    """Run several programs side by side: what they ask for in the same round travels as one batch.
+
+    An empty batch only waits for virtual ranks to come to the same line. Nobody else goes on meanwhile, so that the
+    rounds that travel are those of real ranks.
+    """
     results: list[Any] = [None] * len(programs)
     asked: dict[int, Batch] = {}
     for which, program in enumerate(programs):
         _advance(which, program, None, asked, results)
     while asked:
-        order = list(asked)
+        order = sorted(which for which, batch in asked.items() if not batch) or sorted(asked)
         replies = yield tuple(request for which in order for request in asked[which])
         taken = 0
         for which in order:

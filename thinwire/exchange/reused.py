@@ -188,22 +188,38 @@ class ReusedStep:
 
     def select(self) -> Entries:
         """A: entries at or above the local threshold, by rising position."""
-        setting, found = self.setting, []
-        for which, (rows, state) in enumerate(zip(self.rows, self.states, strict=True)):
-            magnitude = rows.slot.span(self.offer.account.c).abs()
-            if self.fresh(which):
-                kth = magnitude.topk(rows.entries).values[-1:]
-                state.local = float(kth) if rows.entries else 0.0
-            else:
-                for _ in range(setting.clamp_times):
-                    if int((magnitude >= state.local).sum()) <= setting.clamp_above * rows.entries:
-                        break
-                    state.local *= setting.clamp_factor
-            # Zeros stay at home even where the threshold is 0: they would add nothing.
-            mask = (magnitude >= state.local) & (magnitude != 0)
-            found.append(mask.nonzero().view(-1) + rows.slot.offset)
-        positions = torch.cat(found)
-        return Entries(positions, self.offer.account.c[positions])
+        c = self.offer.account.c
+        magnitude = c.abs()
+        spans = [rows.slot.span(magnitude) for rows in self.rows]
+        self.find_local(spans)
+        reached = torch.zeros_like(c, dtype=torch.bool)
+        for rows, state, span in zip(self.rows, self.states, spans, strict=True):
+            torch.ge(span, state.local, out=rows.slot.span(reached))
+        # Zeros stay at home even where the threshold is 0: they would add nothing.
+        positions = (reached & (magnitude != 0)).nonzero().view(-1)
+        return Entries(positions, c[positions])
+
+    def find_local(self, spans: Sequence[Tensor]) -> None:
+        """The local thresholds, anew or raised; the host reads those of all slots at once."""
+        setting = self.setting
+        some = [which for which, rows in enumerate(self.rows) if rows.entries]
+        fresh = [which for which in some if self.fresh(which)]
+        if fresh:
+            kth = [spans[which].topk(self.rows[which].entries).values[-1] for which in fresh]
+            for which, threshold in zip(fresh, torch.stack(kth).tolist(), strict=True):
+                self.states[which].local = threshold
+        high = [which for which in some if which not in fresh]
+        for _ in range(setting.clamp_times if high else 0):
+            counts = [(spans[which] >= self.states[which].local).sum() for which in high]
+            high = [
+                which
+                for which, count in zip(high, torch.stack(counts).tolist(), strict=True)
+                if count > setting.clamp_above * self.rows[which].entries
+            ]
+            if not high:
+                break
+            for which in high:
+                self.states[which].local *= setting.clamp_factor
 
     def agree_on_borders(self, chosen: Entries) -> Program[None]:
         """B: the mean over ranks of where each would cut its own entries into equal shares."""
@@ -230,14 +246,16 @@ class ReusedStep:
 
     def owners(self, positions: Tensor) -> Tensor:
         """C: whose region each position lies in."""
-        slots = slot_of(positions, self.offer.codec.table)
-        owner = torch.zeros_like(positions)
-        for which, (rows, state) in enumerate(zip(self.rows, self.states, strict=True)):
-            mine = slots == which
-            cuts = torch.tensor(state.cuts, dtype=torch.int64, device=positions.device)
-            inside = positions[mine] - rows.slot.offset
-            owner[mine] = torch.searchsorted(cuts, inside, right=True)
-        return owner
+        cuts = [
+            rows.slot.offset + cut
+            for rows, state in zip(self.rows, self.states, strict=True)
+            for cut in state.cuts
+        ]
+        before = torch.searchsorted(
+            torch.tensor(cuts, dtype=torch.int64, device=positions.device), positions, right=True
+        )
+        # All cuts of the slots before its own lie before a position, too.
+        return before - slot_of(positions, self.offer.codec.table) * (self.offer.place.world - 1)
 
     def above_global(self, sums: Entries, used: Tensor) -> Tensor:
         """D: sums at or above the reused global threshold; all of them where it is found anew."""

@@ -1,4 +1,5 @@
-"""The k-th largest magnitude of numbers that are spread over ranks, found by radix select in many segments at once.
+"""The k-th largest magnitude of numbers that are spread over ranks, found by radix select in many segments at once, for
+one rank or a team of ranks that is here.
 
 |x| as an integer has the order of |x| as a number. Each round all-reduces one histogram of the next few bits of
 those that are still in question; only integers travel, so every rank finds the same answer.
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.exchange.requests import AllGather, AllReduce, Program
+from thinwire.exchange.lockstep import TeamProgram
+from thinwire.exchange.requests import AllGather, AllReduce
 from thinwire.exchange.segments import Segments
 
 MAGNITUDE_BITS = 31
@@ -38,10 +40,10 @@ def magnitude_bits(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """This rank's share of the numbers: those of a segment compete among themselves."""
+    """The share of the numbers of the ranks that are here: those of a segment compete among themselves."""
 
     bits: Tensor
-    """int32 magnitude bits."""
+    """int32 [ranks, elements]: magnitude bits."""
     present: Tensor
     """bool: which of them take part."""
     segments: Segments
@@ -61,10 +63,17 @@ class Round:
         self._full = self._bins.numel() == len(rounds) * self.columns
         self.shifts = torch.tensor(shifts, dtype=torch.int32, device=device)
         self.masks = torch.tensor([(1 << w) - 1 for w in widths], dtype=torch.int32, device=device)
+        self._shift = shifts[0] if len({*zip(shifts, widths, strict=True)}) == 1 else None
+
+    def digits(self, bits: Tensor, segments: Segments) -> Tensor:
+        """The bits of this round, as numbers."""
+        if self._shift is not None:
+            return (bits >> self._shift) & (self.columns - 1)
+        return (bits >> segments.spread(self.shifts)) & segments.spread(self.masks)
 
     def pack(self, grid: Tensor) -> Tensor:
-        """What has to travel of a flat grid of segments x columns: the bins that there are."""
-        return grid if self._full else grid.index_select(0, self._bins)
+        """What has to travel of [ranks, segments x columns]: the bins that there are."""
+        return grid if self._full else grid.index_select(1, self._bins)
 
     def unpack(self, counts: Tensor) -> Tensor:
         """[segments, columns] out of what `pack` made."""
@@ -88,8 +97,8 @@ class Rounds:
 
 
 def choose_largest(
-    candidates: Candidates, keep: Tensor, rounds: Rounds, *, world: int, rank: int, phase: str
-) -> Program[Tensor]:
+    candidates: Candidates, keep: Tensor, rounds: Rounds, *, rank: int, phase: str
+) -> TeamProgram[Tensor]:
     """bool mask of the winners: per segment exactly keep[s] over all ranks, or all if there are fewer.
 
     1. Per round: count the next bits of the candidates whose higher bits equal the prefix found so far, sum the counts
@@ -98,20 +107,17 @@ def choose_largest(
        are left, in proportion to its ties, and fills it in index order. (Lower ranks first would leave a few owners with
        most of the winners wherever the histogram is coarse.)
 
-    `keep` are numbers on the device that all ranks share, one per segment.
+    `keep` are numbers on the device that all ranks share, one per segment; `rank` is the first one that is here.
     """
     search = Search(candidates, keep)
     for level in rounds.levels:
         counts = search.histogram(level)
-        if world > 1:
-            (counts,) = yield (AllReduce(counts, f"{phase}/histogram", counts.nbytes),)
-        search.descend(counts, level)
+        replies = yield [(AllReduce(row, f"{phase}/histogram", row.nbytes),) for row in counts]
+        search.descend(replies[0][0], level)
     turns, totals = candidates.segments.turns(search.open)
     ties = totals.to(torch.int32)
-    everywhere = ties[None]
-    if world > 1:
-        (everywhere,) = yield (AllGather(ties, f"{phase}/ties", ties.nbytes),)
-    shares = share_out(search.remaining, everywhere.long())[rank]
+    replies = yield [(AllGather(row, f"{phase}/ties", row.nbytes),) for row in ties]
+    shares = share_out(search.remaining, replies[0][0].long())[rank : rank + len(ties)]
     tied = search.open & (turns <= candidates.segments.spread(shares))
     return search.above(rounds.left) | tied
 
@@ -139,12 +145,12 @@ class Search:
         self._digits = candidates.bits
 
     def histogram(self, level: Round) -> Tensor:
-        spread = self.segments.spread
-        self._digits = (self.candidates.bits >> spread(level.shifts)) & spread(level.masks)
+        """int32 [ranks, bins]"""
+        self._digits = level.digits(self.candidates.bits, self.segments)
         at = self.segments.cells(self._digits, level.columns)
-        cells = self.segments.count * level.columns
-        grid = torch.zeros(cells, dtype=torch.int32, device=at.device)
-        return level.pack(grid.scatter_add_(0, at, self.open.to(torch.int32)))
+        shape = (len(at), self.segments.count * level.columns)
+        grid = torch.zeros(shape, dtype=torch.int32, device=at.device)
+        return level.pack(grid.scatter_add_(1, at, self.open.to(torch.int32)))
 
     def descend(self, counts: Tensor, level: Round) -> None:
         """Into the highest bin with at least `remaining` candidates at or above it; the lowest if there are fewer."""

@@ -179,9 +179,9 @@ def fill_message(offer: Offer, entries: Entries) -> Tensor:
 
 
 def read_message(offer: Offer, message: Tensor) -> Entries:
-    indices, values = unpack(message, wire_dtype(offer), offer.codec.table.numel)
+    indices, values = unpack(message, wire_dtype(offer), 0, offer.codec.table.numel - 1)
     taken = indices[0] >= 0
-    return Entries(indices[0][taken], values[0][taken])
+    return Entries(indices[0][taken].long(), values[0][taken])
 
 
 def padding_of(message: Tensor, offer: Offer) -> Tensor:

@@ -49,15 +49,56 @@ def exact_topk(c: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
     return indices, c[table.positions(indices)]
 
 
+@dataclass(frozen=True, eq=False)
+class AlikeRows:
+    """Rows of one length and `keep` that are selected in one call."""
+
+    slots: Sequence[SlotRows]
+    places: Tensor
+    """int64: where their entries are in the table."""
+
+    def select(self, c: Tensor) -> tuple[Tensor, Tensor]:
+        """(the rows [rows, length], the chosen indices [rows, keep])."""
+        first = self.slots[0]
+        parts = [rows.matrix(c).reshape(-1, first.length) for rows in self.slots]
+        matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return matrix, row_topk(matrix, first.keep)
+
+
+SELECTED_TOGETHER = 1 << 22
+"""About how many elements one call selects from: more would not save time any more, and need memory."""
+
+
+def group_alike(
+    table: RowTable, members: Sequence[int], device: torch.device | None = None
+) -> list[AlikeRows]:
+    """Some slots of a table, those with rows of one length and `keep` together; without those that have no entry."""
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    so_far: dict[tuple[int, int], int] = {}
+    for which in members:
+        rows = table.rows[which]
+        if not rows.entries:
+            continue
+        kind = (rows.length, rows.keep)
+        alike.setdefault((*kind, so_far.get(kind, 0) // SELECTED_TOGETHER), []).append(which)
+        so_far[kind] = so_far.get(kind, 0) + rows.slot.numel
+    groups = []
+    for chosen in alike.values():
+        spans = [table.slot_slice(which) for which in chosen]
+        places = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+        groups.append(AlikeRows([table.rows[which] for which in chosen], places.to(device)))
+    return groups
+
+
 # -- on the CPU -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which slots of a table compete in which tournament, and which by themselves."""
+    """Which slots of a table compete in which tournament, and the others."""
 
     tournaments: Sequence[tuple[Tournament, Sequence[int]]]
-    others: Sequence[int]
+    others: Sequence[AlikeRows]
 
 
 def select_by_tournaments(c: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
@@ -77,12 +118,10 @@ def select_by_tournaments(c: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
         ):
             places = table.slot_slice(which)
             indices[places], values[places] = some, their
-    for which in plans[c.dtype].others:
-        rows, places = table.rows[which], table.slot_slice(which)
-        matrix = rows.matrix(c)
-        chosen = row_topk(matrix, rows.keep)
-        indices[places] = chosen.reshape(-1)
-        values[places] = matrix.gather(-1, chosen).reshape(-1)
+    for alike in plans[c.dtype].others:
+        matrix, chosen = alike.select(c)
+        indices.index_copy_(0, alike.places, chosen.reshape(-1))
+        values.index_copy_(0, alike.places, matrix.gather(-1, chosen).reshape(-1))
     return indices, values
 
 
@@ -99,7 +138,8 @@ def make_plan(table: RowTable, dtype: torch.dtype) -> Plan:
         if pays(length * sum(strip.rows for strip in strips.values()), length, keep, dtype)
     ]
     taken = {which for _, members in tournaments for which in members}
-    return Plan(tournaments, [which for which in range(len(table.rows)) if which not in taken])
+    others = [which for which in range(len(table.rows)) if which not in taken]
+    return Plan(tournaments, group_alike(table, others))
 
 
 def strip_of(rows: SlotRows) -> Strip | None:
@@ -119,23 +159,40 @@ _plans: WeakKeyDictionary[RowTable, dict[torch.dtype, Plan]] = WeakKeyDictionary
 # -- with the Triton kernel --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class CudaPlan:
+    """How the rows of a table are selected."""
+
+    launches: Sequence[Launch]
+    long: Sequence[AlikeRows]
+
+
 def select_with_kernel(c: Tensor, table: RowTable) -> Tensor:
     """Rows that fit a tile in one launch per tile shape, the few long ones by torch."""
-    from thinwire.kernels.row_select import plan_launches, select_rows, tile_of
+    from thinwire.kernels.row_select import select_rows
 
-    if table not in _launches:
-        short = [
-            (rows, first)
-            for rows, first in zip(table.rows, table.entry_starts, strict=False)
-            if tile_of(rows) is not None
-        ]
-        _launches[table] = plan_launches(short, c.device)
+    if table not in _cuda_plans:
+        _cuda_plans[table] = plan_for_cuda(table, c.device)
+    plan = _cuda_plans[table]
     indices = torch.empty(table.entries, dtype=torch.int32, device=c.device)
-    select_rows(c, _launches[table], indices)
-    for which, rows in enumerate(table.rows):
-        if tile_of(rows) is None:
-            indices[table.slot_slice(which)] = row_topk(rows.matrix(c), rows.keep).reshape(-1).int()
+    select_rows(c, plan.launches, indices)
+    for alike in plan.long:
+        _, chosen = alike.select(c)
+        indices.index_copy_(0, alike.places, chosen.reshape(-1).int())
     return indices.long()
 
 
-_launches: WeakKeyDictionary[RowTable, list[Launch]] = WeakKeyDictionary()
+def plan_for_cuda(table: RowTable, device: torch.device) -> CudaPlan:
+    from thinwire.kernels.row_select import plan_launches, tile_of
+
+    fits = [tile_of(rows) is not None for rows in table.rows]
+    short = [
+        (rows, first)
+        for rows, first, fit in zip(table.rows, table.entry_starts, fits, strict=False)
+        if fit
+    ]
+    long = [which for which, fit in enumerate(fits) if not fit]
+    return CudaPlan(plan_launches(short, device), group_alike(table, long, device))
+
+
+_cuda_plans: WeakKeyDictionary[RowTable, CudaPlan] = WeakKeyDictionary()

@@ -40,8 +40,7 @@ class Account:
         accelerator would have to wait for the answer: it cleans what was selected, and more of them in the next step.
         """
         if self.c.device.type != "cpu":
-            left = self.c[positions]
-            self.c[positions] = torch.where(left.isfinite(), left, 0.0)
+            self.c[positions] = torch.nan_to_num(self.c[positions], 0.0, 0.0, 0.0)
             return
         selected = self.c[positions] if held is None else held
         # 0 times anything but a finite number is not 0, which is known sooner than by `isfinite`.

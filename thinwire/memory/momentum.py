@@ -125,8 +125,7 @@ class MomentumAccount(Account):
     def _drop_overflow(self, positions: Tensor, held: Tensor | None) -> None:
         """v is infinite wherever u is, so that what has to go is among the selected."""
         super()._drop_overflow(positions, held)
-        last = self.u[positions]
-        self.u[positions] = torch.where(last.isfinite(), last, 0.0)
+        self.u[positions] = torch.nan_to_num(self.u[positions], 0.0, 0.0, 0.0)
 
     def rest(self) -> None:
         if self._setting.masking and self._sent and self._masked is None:
