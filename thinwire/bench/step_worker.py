@@ -39,7 +39,7 @@ from thinwire.observe.files import write_text
 from thinwire.observe.provenance import describe_origin
 from thinwire.observe.stations import DECODE, ENCODE, EXCHANGE
 
-WARMUP_STEPS = 4
+WARMUP_STEPS = 6
 LEAST_STEPS = 2
 NO_SYNC_STEPS = 10
 STATION_STEPS = 3

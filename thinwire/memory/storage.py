@@ -10,6 +10,8 @@ On CUDA a whole group is packed by one kernel (`thinwire/kernels/cuda/pack.py`),
 
 from __future__ import annotations
 
+import functools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -19,13 +21,17 @@ from torch import Tensor
 
 from thinwire.kernels.cuda.launch import has_kernels
 from thinwire.kernels.cuda.pack import BLOCK, PackKernels
-from thinwire.layout import Slot
+from thinwire.layout import Shard, Slot, SlotKind
 from thinwire.memory.account import Account
 from thinwire.memory.store import Binding, FlatStore
-from thinwire.plan.groups import Group
+from thinwire.plan.groups import SLOT_ALIGNMENT, Group
+
+logger = logging.getLogger(__name__)
 
 CHUNK = 4096
 """Blocks packed at a time: what a CPU's cache holds."""
+PROBED_SIZES = (300, 1, 127, 128, 129, 1000, 5, 4096, 8193, 2)
+"""Slots by which kernels are compared with torch: partial blocks right before the next slot, several pieces."""
 NOISE_BITS = 16
 # The largest float32 that is 127 x a power of two.
 LARGEST_CODED = 127 * 2.0**121
@@ -199,7 +205,8 @@ class PackedBinding(Binding):
             slot.name: part for slot, part in zip(group.slots, parts, strict=True)
         }
         known = group.dtype == torch.float32 and has_kernels(group.device)
-        self._kernels = PackKernels(group, packing.codes) if known else None
+        trusted = known and kernels_agree(packing, group.device)
+        self._kernels = PackKernels(group, packing.codes) if trusted else None
 
     def open(self, scale: Tensor | None) -> Tensor:
         flat = self.lift()
@@ -246,6 +253,41 @@ class PackedBinding(Binding):
 
     def nbytes(self) -> int:
         return self.codes.nbytes + self.exponents.nbytes
+
+
+@functools.cache
+def kernels_agree(packing: Packing, device: torch.device) -> bool:
+    """Whether the kernels, as the compiler of this machine made them, give the bits of torch; says so once if not.
+
+    One compiler was seen to write four codes past the end of a slot. A memory with wrong codes would show nowhere, so that
+    looking, once per process, is worth its milliseconds.
+    """
+    slots, offset = [], 0
+    for size in PROBED_SIZES:
+        slots.append(Slot(str(offset), (size,), (1,), offset, SlotKind.OTHER, Shard((size,))))
+        offset += -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    group = Group(tuple(slots), tuple(slots), offset, torch.float32, device)
+    flat = torch.randn(offset, generator=torch.Generator().manual_seed(0)).to(device)
+    blocks = Blocks(PROBED_SIZES, device)
+    results = []
+    for kernels in (PackKernels(group, packing.codes), None):
+        codes = torch.zeros(offset, dtype=packing.codes, device=device)
+        exponents = torch.zeros(blocks.total, dtype=torch.int8, device=device)
+        values = torch.zeros_like(flat)
+        if kernels is not None:
+            kernels.pack(flat, codes, exponents, None)
+            kernels.unpack(codes, exponents, values, None)
+        else:
+            pack_spans(packing, blocks, group.spans(flat), group.spans(codes), exponents)
+            unpack_spans(packing, blocks, group.spans(codes), exponents, group.spans(values))
+        results.append((codes, exponents, values))
+    agree = all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    if not agree:
+        logger.warning(
+            "the kernels for narrow memories give other bits than torch on %s; torch packs them, which is slower",
+            device,
+        )
+    return agree
 
 
 class PackedStore(FlatStore):

@@ -25,13 +25,9 @@ typedef u32 CodeQuad;
 #define LARGEST_PACKED 3.3762391092936863e38f  // 127 x 2^121
 #endif
 
-// Of four neighbouring elements from `first` on, those that the piece has.
-static __device__ __forceinline__ int quad_size(const Piece& piece, int first) {
-    return max(0, min(4, piece.count - first));
-}
-
-static __device__ __forceinline__ bool is_whole_quad(const Piece& piece, int size) {
-    return size == 4 && (piece.at & 3) == 0;
+// Whether the piece has all of four neighbouring elements from `first` on, and they are aligned.
+static __device__ __forceinline__ bool is_whole_quad(const Piece& piece, int first) {
+    return first + 4 <= piece.count && (piece.at & 3) == 0;
 }
 
 // In [0, 2^16): a hash of an element's bits and place.
@@ -42,21 +38,19 @@ static __device__ __forceinline__ int noise(int bits, int place) {
 }
 
 static __device__ __forceinline__ void load_values(const float* flat, const Piece& piece, int first, float* x) {
-    const int size = quad_size(piece, first);
     const float* at = flat + piece.at + first;
-    if (is_whole_quad(piece, size)) {
+    if (is_whole_quad(piece, first)) {
         const float4 quad = *reinterpret_cast<const float4*>(at);
         x[0] = quad.x, x[1] = quad.y, x[2] = quad.z, x[3] = quad.w;
     } else {
-        for (int i = 0; i < 4; ++i) x[i] = i < size ? at[i] : 0.0f;
+        for (int i = 0; i < 4; ++i) x[i] = first + i < piece.count ? at[i] : 0.0f;
     }
     for (int i = 0; i < 4; ++i) x[i] = fminf(fmaxf(x[i], -LARGEST_PACKED), LARGEST_PACKED);
 }
 
 static __device__ __forceinline__ void store_codes(Code* codes, const Piece& piece, int first, const Code* code) {
-    const int size = quad_size(piece, first);
     Code* at = codes + piece.at + first;
-    if (is_whole_quad(piece, size)) {
+    if (is_whole_quad(piece, first)) {
 #if PACK_CODE == 1
         CodeQuad quad;
         quad.x = code[0], quad.y = code[1], quad.z = code[2], quad.w = code[3];
@@ -68,14 +62,13 @@ static __device__ __forceinline__ void store_codes(Code* codes, const Piece& pie
     } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (i < size) at[i] = code[i];
+            if (first + i < piece.count) at[i] = code[i];
     }
 }
 
 static __device__ __forceinline__ void load_codes(const Code* codes, const Piece& piece, int first, Code* code) {
-    const int size = quad_size(piece, first);
     const Code* at = codes + piece.at + first;
-    if (is_whole_quad(piece, size)) {
+    if (is_whole_quad(piece, first)) {
         const CodeQuad quad = *reinterpret_cast<const CodeQuad*>(at);
 #if PACK_CODE == 1
         code[0] = quad.x, code[1] = quad.y, code[2] = quad.z, code[3] = quad.w;
@@ -83,19 +76,18 @@ static __device__ __forceinline__ void load_codes(const Code* codes, const Piece
         for (int i = 0; i < 4; ++i) code[i] = (Code)(quad >> (8 * i));
 #endif
     } else {
-        for (int i = 0; i < 4; ++i) code[i] = i < size ? at[i] : 0;
+        for (int i = 0; i < 4; ++i) code[i] = first + i < piece.count ? at[i] : 0;
     }
 }
 
 static __device__ __forceinline__ void store_values(float* flat, const Piece& piece, int first, const float* x) {
-    const int size = quad_size(piece, first);
     float* at = flat + piece.at + first;
-    if (is_whole_quad(piece, size)) {
+    if (is_whole_quad(piece, first)) {
         *reinterpret_cast<float4*>(at) = make_float4(x[0], x[1], x[2], x[3]);
     } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (i < size) at[i] = x[i];
+            if (first + i < piece.count) at[i] = x[i];
     }
 }
 
