@@ -28,6 +28,7 @@ PAGES = (
     "docs/adtopk.md",
     "docs/training.md",
     "docs/learning.md",
+    "docs/lowrank.md",
 )
 MAIN_JOB = ("dense", "topk", "adtopk")
 ADTOPK = (*MAIN_JOB, "adtopk-interleave", "adtopk-threshold")
@@ -105,7 +106,26 @@ def _work(row: Row) -> str:
     return f"{row['name']}, {row['work'].replace('_', ' ')}{where}"
 
 
+def lowrank_table() -> str:
+    """Encode, decode and settle of all matrices of a model, against the arithmetic of torch's hook."""
+    rows = json.loads((ROOT / "benchmarks/results/lowrank/rows.json").read_text())
+    shown = {"torch hook": "torch's hook", "powersgd": "PowerSGD", "acpsgd": "ACP-SGD"}
+    table = [
+        "| model | rank | | wall | host | kernels | launches | of torch's hook |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["parameters"] == "matrices" and row["name"] in shown:
+            ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+            table.append(
+                f"| {row['model']} | {row['rank']} | {shown[row['name']]} | {row['ms']:.1f} ms "
+                f"| {row['host_ms']:.1f} ms | {row['kernel_ms']:.1f} ms | {row['launches']} | {ratio} |"
+            )
+    return "\n".join(table) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "lowrank": lowrank_table,
     "step": step_table,
     "digits": digits_table,
     "digits-main": lambda: digits_table(MAIN_JOB),

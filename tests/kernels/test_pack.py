@@ -141,3 +141,19 @@ def take_steps(storage, dtype, device="cpu"):
         residuals = [cluster.residuals(rank) for rank in range(2)]
         results += [one[name].nan_to_num(7e7) for one in updates + residuals for name in one]
     return results
+
+
+def test_kernels_that_disagree_with_torch_are_not_used(kernels, monkeypatch, caplog):
+    pack = PackKernels.pack
+
+    def write_too_far(self, flat, codes, exponents, flag):
+        pack(self, flat, codes, exponents, flag)
+        codes[storages.PROBED_SIZES[0]] += 1
+
+    monkeypatch.setattr(PackKernels, "pack", write_too_far)
+    storages.kernels_agree.cache_clear()
+    try:
+        assert PackedBinding(make_group([300, 1]), STORAGES["int8"])._kernels is None
+    finally:
+        storages.kernels_agree.cache_clear()
+    assert "give other bits than torch" in caplog.text

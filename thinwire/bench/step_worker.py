@@ -112,15 +112,17 @@ class Trainer:
         return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
 
     def warm_up(self) -> float:
-        """Seconds of the last warm-up step; ends early where steps are slow, on all ranks together."""
+        """Seconds of the last warm-up step; ends early where steps are slow, on all ranks together.
+
+        What the first steps spent on compiling and on tables does not count as slow.
+        """
         least = POWERSGD_START + 1 if self.cell.method == "ddp-powersgd" else LEAST_STEPS
-        began = time.perf_counter()
         for done in range(1, WARMUP_STEPS + 1):
             mark = time.perf_counter()
             self.step()
             self.wait()
-            last, spent = self._agree(time.perf_counter() - mark, time.perf_counter() - began)
-            if done >= least and spent > self.cell.seconds:
+            (last,) = self._agree(time.perf_counter() - mark)
+            if done >= least and last * (WARMUP_STEPS - done) > self.cell.seconds:
                 break
         return last
 
