@@ -1,7 +1,6 @@
 """Compiles the CUDA sources beside this file at run time and launches them.
 
-NVRTC comes with torch's CUDA wheels, so that no toolkit is needed on the user's machine. A kernel is compiled once per process
-and set of `defines` (a fraction of a second each). CUDA C++ instead of Triton for these, because a row in the registers of
+NVRTC comes with torch's CUDA wheels, so that no toolkit is needed on the user's machine; what it made is kept (`binaries.py`). CUDA C++ instead of Triton for these, because a row in the registers of
 one warp needs warp functions (ballots, integer reductions) that Triton does not give: 3.6 times the memory floor in Triton
 against 1.1 to 1.3.
 """
@@ -19,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from thinwire.kernels.cuda.binaries import OPTIONS, load_module
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +76,13 @@ def source_of(file: str, defines: Defines) -> str:
 
 @functools.cache
 def compile_with_nvrtc(file: str, name: str, defines: Defines) -> Kernel:
-    compiled = torch.cuda._compile_kernel(
-        source_of(file, defines), name, nvcc_options=["--std=c++17"]
-    )
-    return DriverKernel(compiled)
+    source = source_of(file, defines)
+    try:
+        return DriverKernel(getattr(load_module(source), name))
+    except (ImportError, AttributeError, TypeError):
+        # Functions of torch's own that another release may have changed; this one is older, and compiles every time.
+        compiled = torch.cuda._compile_kernel(source, name, nvcc_options=list(OPTIONS))
+        return DriverKernel(compiled)
 
 
 class DriverKernel:

@@ -1,0 +1,91 @@
+"""Compiled sources are kept between processes. NVRTC needs a GPU, so that a stand-in compiles here."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.cuda import _utils as torch_utils
+
+from thinwire.kernels.cuda import binaries
+from thinwire.kernels.cuda.launch import SOURCES, source_of
+
+SOURCE = 'extern "C" __global__ void first(int* x) {}\nextern "C" __global__ void second(int* x) {}'
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """Names that were compiled for, in a cache folder of this test."""
+    names: list[str] = []
+
+    def compile_source(source, name, nvcc_options):
+        names.append(name)
+        return source.encode()[::-1], name
+
+    def load(binary):
+        if not binary.startswith(SOURCE.encode()[::-1]):
+            raise RuntimeError("the driver does not know this image")
+        return SimpleNamespace(image=binary)
+
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "kernels"))
+    monkeypatch.setattr(torch_utils, "_nvrtc_compile", compile_source)
+    monkeypatch.setattr(torch_utils, "_cuda_load_module", load)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    binaries._load.cache_clear()
+    yield names
+    binaries._load.cache_clear()
+
+
+def new_process() -> None:
+    binaries._load.cache_clear()
+
+
+def test_a_source_is_compiled_once_for_all_its_kernels_and_processes(compiled):
+    assert binaries.load_module(SOURCE) is binaries.load_module(SOURCE)
+    new_process()
+    binaries.load_module(SOURCE)
+    assert compiled == ["first"]
+    (file,) = binaries.cache_folder().iterdir()
+    assert file.suffix == ".bin"
+
+
+def test_another_device_or_torch_compiles_anew(compiled, monkeypatch):
+    binaries.load_module(SOURCE)
+    new_process()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    binaries.load_module(SOURCE)
+    new_process()
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    binaries.load_module(SOURCE)
+    assert len(compiled) == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"cut short"])
+def test_a_damaged_file_is_replaced(compiled, content):
+    binaries.load_module(SOURCE)
+    (file,) = binaries.cache_folder().iterdir()
+    file.write_bytes(content)
+    for _ in range(2):
+        new_process()
+        binaries.load_module(SOURCE)
+    assert len(compiled) == 2
+
+
+def test_a_folder_that_cannot_be_made_costs_time_only(compiled, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("THINWIRE_CACHE", os.fspath(tmp_path / "file" / "below"))
+    for _ in range(2):
+        new_process()
+        binaries.load_module(SOURCE)
+    assert len(compiled) == 2
+
+
+def test_every_source_names_its_first_kernel():
+    files = [*SOURCES.glob("*.cu"), *(SOURCES.parents[1] / "lowrank" / "cuda").glob("*.cu")]
+    assert len(files) > 8
+    for file in files:
+        found = binaries.KERNEL.search(source_of(str(file), ()))
+        assert found is not None and f"{found[1]}(" in source_of(str(file), ())
