@@ -17,7 +17,7 @@ from thinwire.exchange.requests import AllGather, AllReduce, Batch, Program, Rep
 
 T = TypeVar("T")
 
-SMALL_SUM = 4
+SMALL_SUM = 8
 """A sum joins payloads of at least this many times its bytes. Gathered it costs half the number of ranks more than summed on the
 way, as the payloads do; a collective of its own costs its latency and the host's time for it."""
 
