@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.futures import Future
 
+from thinwire.errors import ExchangeError
 from thinwire.exchange.drivers import Driver, fail
 from thinwire.exchange.fused import fuse_requests
 from thinwire.exchange.requests import Program, together
@@ -59,10 +60,15 @@ class Convoy:
                 done.value()
             except Exception as error:
                 for passenger in passengers:
-                    if not passenger.future.done():
-                        fail(passenger.future, error)
+                    fail(passenger.future, error)
 
         self.driver.start(_travel(passengers)).add_done_callback(break_off)
+
+    def abandon(self) -> None:
+        """Leave everything behind that waits: its step broke off before the last bucket came, and has been settled."""
+        passengers, self._waiting, self._nbytes = self._waiting, [], 0.0
+        for passenger in passengers:
+            fail(passenger.future, ExchangeError("the step ended before its last bucket came"))
 
 
 def _travel(passengers: Sequence[Passenger]) -> Program[None]:

@@ -100,27 +100,40 @@ class Pipeline:
         With the `last` bucket of a step everything that waits for company leaves.
         """
         future = self.driver.new_future()
-        self.driver.hand_over(lambda: self._reduce(bucket, future, last))
+        self.driver.hand_over(lambda queue_up: self._reduce(bucket, future, last, queue_up))
         return future
 
     @torch.no_grad()
-    def _reduce(self, bucket: Bucket, future: Future[Tensor], last: bool) -> None:
+    def leave(self) -> None:
+        """The last bucket of the step will not come: what waits for company leaves."""
+        self.driver.hand_over(lambda queue_up: self.convoy.leave())
+
+    @torch.no_grad()
+    def _reduce(
+        self,
+        bucket: Bucket,
+        future: Future[Tensor],
+        last: bool,
+        queue_up: Callable[[], None],
+    ) -> None:
         try:
-            with station(ENCODE):
-                program, nbytes = self._open(bucket)
+            queue_up()
+            if bucket.layout.slots:
+                with station(ENCODE):
+                    program, nbytes = self._open(bucket)
+                self.convoy.add(program, nbytes, future)
+            else:
+                # All its parameters were frozen at attach: it belongs to no step, and would miscount them.
+                future.set_result(bucket.flat)
         except Exception as error:
             # Raised here it would leave DDP's reducer unusable; through the future it ends backward().
             fail(future, error)
-        else:
-            self.convoy.add(program, nbytes, future)
         if last:
             self.convoy.leave()
 
     def _open(self, bucket: Bucket) -> tuple[Program[Tensor], float]:
         """(what is left to do, bytes this rank sends in it)."""
         names = [slot.name for slot in bucket.layout.slots]
-        if not names:
-            return return_untouched(bucket), 0.0
         if self._book.settled or not self._book.seen.isdisjoint(names):
             self.end_step()
         if not self._book.seen:
@@ -134,13 +147,14 @@ class Pipeline:
         # Dense ones, which come first, are opened last: they may travel with what the others gather.
         for compressor, group in reversed(groups):
             company = sum(sum(o.slot_bytes) for o in opened if isinstance(o.account, FusedAccount))
-            opened.insert(0, self._open_group(compressor, group, bucket, company))
-        for assignment in (self.roster.assignments[name] for name in names):
-            assignment.steps += 1
-        for (_, group), one in zip(groups, opened, strict=True):
+            one = self._open_group(compressor, group, bucket, company)
+            opened.insert(0, one)
+            # At once: if another group cannot be opened, what this one took out of memory has to return.
             if one.account is not None:
                 self._book.accounts.append(one.account)
                 self._book.groups.append(group)
+        for assignment in (self.roster.assignments[name] for name in names):
+            assignment.steps += 1
         self.tally.add_bucket(bucket.layout, [g for _, g in groups], opened, self.driver.place)
         nbytes = sum(sum(one.slot_bytes) for one in opened)
         return self._finish(bucket, [group for _, group in groups], opened, self._book), nbytes
@@ -195,6 +209,9 @@ class Pipeline:
 
         Readers of memory call it; the step can still be discarded until the next one begins.
         """
+        if len(self._book.bad) < self._book.buckets:
+            # One bucket ended in an error, and nobody waited for those behind it.
+            self.driver.catch_up()
         book = self._book
         if not book.seen or (book.settled and not discard):
             return
@@ -226,6 +243,7 @@ class Pipeline:
     def end_step(self) -> None:
         """Settle and close the step: nothing of it can be taken back any more."""
         self.settle()
+        self.convoy.abandon()
         book, self._book = self._book, StepBook()
         if self.roster.end_flushes([a for a in book.accounts if isinstance(a, FlushAccount)]):
             self._drop_groups(list(self._groups))
@@ -292,9 +310,3 @@ class Pipeline:
             for compressor, group in self._groups.pop(layout):
                 if isinstance(compressor, SparseCompressor):
                     compressor.forget_group(group)
-
-
-def return_untouched(bucket: Bucket) -> Program[Tensor]:
-    """For a bucket of parameters that were all frozen at attach: it belongs to no step and would miscount them."""
-    yield from ()
-    return bucket.flat

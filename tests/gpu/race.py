@@ -27,7 +27,7 @@ from torch.nn.utils import parameters_to_vector
 
 import thinwire as tw
 from tests.gpu.seats import Check, Seat, make_method, run_script
-from thinwire.exchange.drivers import Driver
+from thinwire.exchange.drivers import Driver, Job
 from thinwire.exchange.requests import (
     EVERYONE,
     AllGather,
@@ -154,8 +154,11 @@ class WatchedDriver(Driver):
     def new_future(self) -> Future[Tensor]:
         return self.driver.new_future()
 
-    def hand_over(self, job: Callable[[], None]) -> None:
+    def hand_over(self, job: Job) -> None:
         self.driver.hand_over(job)
+
+    def catch_up(self) -> None:
+        self.driver.catch_up()
 
     def start(
         self, program: Program[Tensor], future: Future[Tensor] | None = None

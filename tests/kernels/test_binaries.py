@@ -83,6 +83,18 @@ def test_a_folder_that_cannot_be_made_costs_time_only(compiled, monkeypatch, tmp
     assert len(compiled) == 2
 
 
+def test_a_user_without_a_home_has_no_cache(compiled, monkeypatch):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("THINWIRE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(binaries.Path, "home", nowhere)
+    assert binaries.cache_folder() is None
+    binaries.load_module(SOURCE)
+    assert compiled == ["first"]
+
+
 def test_every_source_names_its_first_kernel():
     files = [*SOURCES.glob("*.cu"), *(SOURCES.parents[1] / "lowrank" / "cuda").glob("*.cu")]
     assert len(files) > 8

@@ -115,6 +115,9 @@ class Socket:
             # Raised here it would leave DDP's reducer unusable; through the future it ends backward().
             failed: Future[Tensor] = Future()
             fail(failed, error)
+            if bucket.is_last():
+                # DDP waits for the other buckets first.
+                self.handle.pipeline.leave()
             return failed
         if self._watch is not None and self._watch.exchange_begins():
             self._watch = None

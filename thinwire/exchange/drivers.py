@@ -9,6 +9,8 @@ run_virtual    all ranks inside one process, for tests, studies and simulated tr
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -42,6 +44,7 @@ from thinwire.observe.ledger import Ledger
 from thinwire.observe.stations import DECODE, ENCODE, EXCHANGE, station
 
 T = TypeVar("T")
+Job = Callable[[Callable[[], None]], None]
 
 
 class Driver(ABC):
@@ -53,12 +56,16 @@ class Driver(ABC):
         """A future that `start` can fulfil."""
         return Future()
 
-    def hand_over(self, job: Callable[[], None]) -> None:
-        """Have the host work of a bucket done, behind what the caller's stream holds now; here by the caller, at once.
+    def hand_over(self, job: Job) -> None:
+        """Have the host work of a bucket done; here by the caller, at once.
 
-        Jobs are done in the order they come and must not raise.
+        Jobs are done in the order they come and must not raise. What a job is given it calls first, where it can
+        answer for an error: it then stands behind what the caller's stream holds now.
         """
-        job()
+        job(lambda: None)
+
+    def catch_up(self) -> None:  # noqa: B027
+        """Wait for what was handed over or started, after an error before which nobody waited for it."""
 
     @abstractmethod
     def start(self, program: Program[Any], future: Future[Any] | None = None) -> Future[Any]:
@@ -73,8 +80,9 @@ class Driver(ABC):
 
 
 def fail(future: Future[Any], error: Exception) -> None:
-    """End a future with an error."""
-    future.set_exception(error)
+    """End a future with an error, unless it has ended already."""
+    if not future.done():
+        future.set_exception(error)
 
 
 def begin(program: Program[Any]) -> Batch:
@@ -112,6 +120,8 @@ class ThreadDriver(Driver):
         self.place = network.place
         self._jobs: queue.SimpleQueue[tuple[Program[Any], Batch, Future[Any]] | None]
         self._jobs = queue.SimpleQueue()
+        self._last: Future[Any] | None = None
+        """Of the program that was given last."""
         self._thread: threading.Thread | None = None
         self._broken: ExchangeError | None = None
 
@@ -130,7 +140,14 @@ class ThreadDriver(Driver):
                 )
                 self._thread.start()
             self._jobs.put((program, batch, future))
+            self._last = future
         return future
+
+    def catch_up(self) -> None:
+        # Programs end in the order they were given.
+        if self._last is not None:
+            with contextlib.suppress(Exception):
+                self._last.wait()
 
     @torch.no_grad()
     def _work(self) -> None:
@@ -158,6 +175,7 @@ class ThreadDriver(Driver):
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+        self._last = None
         release_group(self.network.group)
 
 
@@ -181,7 +199,7 @@ class StreamDriver(Driver):
         self._encoding = torch.cuda.Stream(device, priority=-1)
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(streams)]
         self._turn = 0
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], torch.cuda.Event] | None]
+        self._jobs: queue.SimpleQueue[tuple[Job, torch.cuda.Event] | None]
         self._jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._held: list[tuple[torch.cuda.Event, Any]] = []
@@ -190,7 +208,7 @@ class StreamDriver(Driver):
     def new_future(self) -> Future[Any]:
         return Future(devices=[self.device])
 
-    def hand_over(self, job: Callable[[], None]) -> None:
+    def hand_over(self, job: Job) -> None:
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._work, name="thinwire-exchange", daemon=True
@@ -204,8 +222,16 @@ class StreamDriver(Driver):
         with torch.cuda.stream(self._encoding):
             while (entry := self._jobs.get()) is not None:
                 job, ready = entry
-                self._encoding.wait_event(ready)
-                job()
+                job(functools.partial(self._encoding.wait_event, ready))
+
+    def catch_up(self) -> None:
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            done = threading.Event()
+            self.hand_over(lambda _: done.set())
+            done.wait()
+        stream = torch.cuda.current_stream(self.device)
+        for other in (self._encoding, *self._streams):
+            stream.wait_stream(other)
 
     def start(self, program: Program[Any], future: Future[Any] | None = None) -> Future[Any]:
         future = self.new_future() if future is None else future

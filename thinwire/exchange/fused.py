@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from thinwire.exchange.lockstep import alike
 from thinwire.exchange.requests import AllGather, AllReduce, Batch, Program, Replies, Request
 
 T = TypeVar("T")
@@ -70,16 +72,26 @@ class FusedBatch:
                 continue
             asked = [self.batch[which] for which in chosen]
             gathered = isinstance(made, AllGather)
-            sizes = [r.tensor.nbytes if gathered else r.tensor.numel() for r in asked]
-            pieces = reply.split(sizes, dim=-1)
+            if gathered:
+                # The same views for all virtual ranks: what they compute from a reply alike goes by the reply itself.
+                pieces = alike(reply, partial(_cut, reply, asked))
+            else:
+                pieces = reply.split([request.tensor.numel() for request in asked])
             for which, request, piece in zip(chosen, asked, pieces, strict=True):
-                if gathered and piece.dtype != request.tensor.dtype:
-                    piece = piece.view(request.tensor.dtype)
                 summed = isinstance(request, AllReduce)
                 if summed and gathered:
                     piece = piece.sum(0)
                 found[which] = piece.view(request.tensor.shape) if summed else piece
         return [found[which] for which in range(len(self.batch))]
+
+
+def _cut(reply: Tensor, requests: Sequence[Request]) -> Sequence[Tensor]:
+    """What was gathered for each of the requests, in its own dtype."""
+    pieces = reply.split([request.tensor.nbytes for request in requests], dim=-1)
+    return [
+        piece if piece.dtype == request.tensor.dtype else piece.view(request.tensor.dtype)
+        for piece, request in zip(pieces, requests, strict=True)
+    ]
 
 
 def _sums_that_join(batch: Batch) -> dict[int, Hashable]:

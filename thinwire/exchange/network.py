@@ -148,15 +148,18 @@ def private_group(
     """
     ranks = dist.get_process_group_ranks(group)
     backend = "gloo" if device is None else group._get_backend(device).name()
-    options = None
+    options, timeout = None, group_timeout(group, device)
     if backend == "nccl":
         # Its kernels are small and the network waits for them; behind backward's they would queue for milliseconds.
         # Not in builds without CUDA.
         options = vars(dist)["ProcessGroupNCCL"].Options(is_high_priority_stream=True)
+        if timeout is not None:
+            # Torch warns of options that say something else than `timeout` does.
+            options._timeout = timeout
     return dist.new_group(
         ranks,
         backend=backend,
-        timeout=group_timeout(group, device),
+        timeout=timeout,
         pg_options=options,
         use_local_synchronization=not _is_everyone(ranks),
         group_desc="thinwire",

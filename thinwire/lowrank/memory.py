@@ -15,6 +15,7 @@ from thinwire.lowrank.batches import MatrixBatch
 from thinwire.lowrank.layout import FactorLayout, Key
 from thinwire.lowrank.matrices import Matrices, matrices_of
 from thinwire.memory.residual import Residual, ResidualState
+from thinwire.memory.store import let_go
 
 
 class LowRankMemory(ResidualState):
@@ -75,7 +76,8 @@ class LowRankMemory(ResidualState):
             for other in members:
                 del self._homes[other]
             del self._flats[members]
-        self._loose.pop(key, None)
+        if key in self._loose:
+            let_go(self._loose.pop(key))
 
     def spares(self, batch: MatrixBatch, side: str, like: Tensor) -> Tensor:
         """Columns that replace dead ones, drawn anew."""

@@ -23,7 +23,7 @@ from thinwire.kernels.cuda.launch import has_kernels
 from thinwire.kernels.cuda.pack import BLOCK, PackKernels
 from thinwire.layout import Shard, Slot, SlotKind
 from thinwire.memory.account import Account
-from thinwire.memory.store import Binding, FlatStore
+from thinwire.memory.store import Binding, FlatStore, let_go
 from thinwire.plan.groups import SLOT_ALIGNMENT, Group
 
 logger = logging.getLogger(__name__)
@@ -226,9 +226,7 @@ class PackedBinding(Binding):
 
     def rest(self, flat: Tensor, flag: Tensor | None = None) -> None:
         group = self.group
-        if flat.is_cuda:
-            # It is let go here, often on another stream than the one it was made on.
-            flat.record_stream(torch.cuda.current_stream(flat.device))
+        let_go(flat)
         if self._kernels is not None:
             self._kernels.pack(flat, self.codes, self.exponents, flag)
             return

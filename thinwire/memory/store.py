@@ -16,6 +16,13 @@ from thinwire.layout import Slot
 from thinwire.plan.groups import Group
 
 
+def let_go(tensor: Tensor) -> None:
+    """Say of a tensor that is dropped now that the current stream still reads it; often another one made it, whose memory it
+    would be again at once."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 @dataclass(eq=False)
 class Binding:
     """A group's flat buffer. Under a GradScaler it holds `units` x the stored quantity."""
@@ -102,7 +109,8 @@ class FlatStore:
         if name in self._owner:
             binding, _ = self._owner[name]
             self._dissolve(binding)
-        self._loose.pop(name, None)
+        if name in self._loose:
+            let_go(self._loose.pop(name))
         return held
 
     def write(self, name: str, values: Tensor) -> None:

@@ -23,12 +23,16 @@ KERNEL = re.compile(r'extern "C" __global__[^;{]*?\bvoid (\w+)\(')
 """NVRTC wants the name of one, and gives them all."""
 
 
-def cache_folder() -> Path:
+def cache_folder() -> Path | None:
+    """None where the user has no home, as in some containers."""
     own = os.environ.get("THINWIRE_CACHE")
     if own:
         return Path(own)
     users = os.environ.get("XDG_CACHE_HOME")
-    return (Path(users) if users else Path.home() / ".cache") / "thinwire" / "kernels"
+    try:
+        return (Path(users) if users else Path.home() / ".cache") / "thinwire" / "kernels"
+    except RuntimeError:
+        return None
 
 
 def load_module(source: str) -> Any:
@@ -42,8 +46,9 @@ def _load(source: str, device: int) -> Any:
 
     major, minor = torch.cuda.get_device_capability(device)
     parts = (source, f"sm_{major}{minor}", torch.__version__, str(torch.version.cuda), *OPTIONS)
-    file = cache_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.bin"
-    kept = _read(file)
+    folder = cache_folder()
+    file = folder and folder / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.bin"
+    kept = _read(file) if file else None
     if kept is not None:
         # One that was cut short, or that this driver does not take, is made anew.
         with contextlib.suppress(RuntimeError):
@@ -51,7 +56,8 @@ def _load(source: str, device: int) -> Any:
     found = KERNEL.search(source)
     assert found is not None
     binary, _ = _nvrtc_compile(source, found[1], nvcc_options=list(OPTIONS))
-    _write(file, binary)
+    if file:
+        _write(file, binary)
     return _cuda_load_module(binary)
 
 
@@ -66,9 +72,9 @@ def _write(file: Path, binary: bytes) -> None:
     """All of it or nothing: the ranks of a host write the same file at the same moment."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, unfinished = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(binary)
-        Path(unfinished).replace(file)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            unfinished = Path(folder, file.name)
+            unfinished.write_bytes(binary)
+            unfinished.replace(file)
     except OSError:
         return

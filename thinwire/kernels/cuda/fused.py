@@ -29,6 +29,8 @@ COUNT_THREADS = 512
 HEADER_THREADS = 256
 LOOK_BLOCKS = 256
 """Blocks of a kernel that usually only looks at a flag."""
+MOST_AT_ONCE = 1 << 30
+"""Elements of a bucket in one launch."""
 MOMENTUM_NAMES = ("u", "kept", "u_ratio")
 BUCKET, MEMORY, PAYLOAD, RATIO = map(Varying, ("bucket", "memory", "payload", "ratio"))
 GATHERED, OUT, STRIDE, FLAG = map(Varying, ("gathered", "out", "stride", "flag"))
@@ -279,6 +281,7 @@ def look(flat: Tensor) -> Tensor:
 
 def _whole(name: str, flat: Tensor, flag: Tensor) -> None:
     defines = (("VALUE_CODE", 0), ("GRADIENT_CODE", FLOAT_CODES[flat.dtype]))
-    FusedTopK.compiler("settle.cu", name, defines)(
-        (LOOK_BLOCKS, 1, 1), (256, 1, 1), [flat, flag, flat.numel()]
-    )
+    kernel = FusedTopK.compiler("settle.cu", name, defines)
+    # The kernels count with 32 bits.
+    for part in flat.split(MOST_AT_ONCE):
+        kernel((LOOK_BLOCKS, 1, 1), (256, 1, 1), [part, flag, part.numel()])

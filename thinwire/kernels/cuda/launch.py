@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from thinwire.errors import ExchangeError
 from thinwire.kernels.cuda.binaries import OPTIONS, load_module
 
 logger = logging.getLogger(__name__)
@@ -40,14 +41,23 @@ class Arguments:
 
     def __init__(self, args: Sequence[Any]) -> None:
         self._boxes = [
-            ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, Tensor) else ctypes.c_int(arg)
+            ctypes.c_void_p(arg.data_ptr())
+            if isinstance(arg, Tensor)
+            else ctypes.c_int(fitting(arg))
             for arg in args
         ]
         self.pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, self._boxes))
 
     def put(self, which: int, value: Tensor | int) -> None:
         """Replace one."""
-        self._boxes[which].value = value.data_ptr() if isinstance(value, Tensor) else value
+        self._boxes[which].value = value.data_ptr() if isinstance(value, Tensor) else fitting(value)
+
+
+def fitting(number: int) -> int:
+    """ctypes would cut what does not fit, and a kernel would read somewhere else."""
+    if not -(1 << 31) <= number < 1 << 31:
+        raise ExchangeError(f"a kernel cannot be told {number}, it counts with 32 bits")
+    return number
 
 
 class Kernel(Protocol):
@@ -74,8 +84,13 @@ def source_of(file: str, defines: Defines) -> str:
     return settings + (SOURCES / COMMON).read_text() + text
 
 
-@functools.cache
 def compile_with_nvrtc(file: str, name: str, defines: Defines) -> Kernel:
+    """A kernel for the current device."""
+    return _compile(file, name, defines, torch.cuda.current_device())
+
+
+@functools.cache
+def _compile(file: str, name: str, defines: Defines, device: int) -> Kernel:
     source = source_of(file, defines)
     try:
         return DriverKernel(getattr(load_module(source), name))

@@ -281,7 +281,11 @@ def index_places(codec: Codec) -> list[tuple[int, int]]:
     """(byte of its first index in the payload, bytes per index) of every slot; bits where indices are packed."""
     assert isinstance(codec.indices, FixedWidthCode | PackedCode)
     start = codec.indices_at * (8 if isinstance(codec.indices, PackedCode) else 1)
-    return [(start + first, width) for first, width in codec.indices.slot_places(codec.table)]
+    # Kernels also look where indices have no width, which may be behind the end of the payload: there it is the header.
+    return [
+        (start + first if width else 0, width)
+        for first, width in codec.indices.slot_places(codec.table)
+    ]
 
 
 def neighbours(offsets: Tensor) -> Tensor:
