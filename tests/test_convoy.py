@@ -126,3 +126,23 @@ def test_payloads_that_shared_a_collective_are_what_was_sent():
     for first, second in run_virtual(programs):
         assert first.tolist() == [[16] * 16, [26] * 16]
         assert second.tolist() == [[32] * 32, [42] * 32]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_small_dense_tensors_are_gathered_beside_a_payload_and_large_ones_are_not(deterministic):
+    """The sums of both ways agree; what a parameter is said to send is what is sent."""
+    shapes = {"weight": (200, 200), "bias": (40,), "scalar": ()}
+    cluster = Cluster(WORLD, tw.ADTopK(density=0.05), shapes=shapes, deterministic=deterministic)
+    apart = Cluster(WORLD, tw.ADTopK(density=0.05), shapes=shapes, deterministic=deterministic)
+    apart.buckets = [["weight"], ["bias", "scalar"]]
+    for seed in range(2):
+        gradients = cluster.random(seed)
+        ours, theirs = cluster.step(gradients), apart.step(gradients)
+        for rank in range(WORLD):
+            for name in shapes:
+                assert torch.allclose(ours[rank][name], theirs[rank][name], rtol=1e-6)
+                assert torch.equal(ours[rank][name], ours[0][name])
+    sent = {name: row.wire_bytes for name, row in cluster.pipelines[0].tally.parameters.items()}
+    assert sent["bias"] == 2 * (WORLD - 1) * 4 * 40
+    other = {name: row.wire_bytes for name, row in apart.pipelines[0].tally.parameters.items()}
+    assert other["bias"] == 2 * 2 * (WORLD - 1) / WORLD * 4 * 40

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from thinwire.exchange.base import Exchange, Offer, Outcome
 from thinwire.exchange.dense import dense_mean
-from thinwire.exchange.fused import SMALL_SUM
+from thinwire.exchange.gather import AllGatherFast
 from thinwire.exchange.requests import AllGather, AllReduce, Place, Program
 from thinwire.fused_threshold import FusedTurns
 from thinwire.kernels.cuda.dense import FusedDense
+from thinwire.kernels.cuda.launch import has_kernels
 from thinwire.layout import ParameterInfo, Shard, Slot
 from thinwire.memory.account import Account
 from thinwire.memory.base import Memory, MemoryState
@@ -30,6 +31,10 @@ from thinwire.select.rows import RowTable
 from thinwire.wire.codec import Codec, Flags
 from thinwire.wire.indices import IndexCode
 from thinwire.wire.values import ValueCode
+
+SMALL_BESIDE = 8
+"""Dense tensors are gathered with payloads of at least this many times their bytes. That costs half the number of ranks more
+than a sum on the way, as it does for the payloads; a collective of its own costs its latency and the host's time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +51,7 @@ class BucketStep:
     place: Place
     deterministic: bool
     company: float = 0.0
-    """Bytes of the payloads that this rank has gathered from the same bucket, by kernels."""
+    """Bytes of this rank's payloads of the same bucket that are gathered."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +80,8 @@ class Opened:
     """Entries this rank sends per slot where shapes alone tell it; None = the outcome's header has the counts."""
     compressed: bool = True
     """False where every element travels; such slots do not count towards the realised density."""
+    gathered: bool = False
+    """Whether its first request is an all-gather that others can share."""
 
 
 class Compressor(ABC):
@@ -131,24 +138,42 @@ class DenseCompressor(Compressor):
         return (
             self.wire_dtype in (None, torch.float32)
             and step.bucket_flat.dtype == torch.float32
-            and SMALL_SUM * 4 * step.group.numel <= step.company
+            and SMALL_BESIDE * 4 * step.group.numel <= step.company
         )
 
     def _open_beside(self, step: BucketStep) -> Opened:
         group, place = step.group, step.place
-        if group not in self._kernels:
-            self._kernels[group] = FusedDense(group, place.world)
-        kernels = self._kernels[group]
+        if has_kernels(group.device):
+            if group not in self._kernels:
+                self._kernels[group] = FusedDense(group, place.world)
+            kernels = self._kernels[group]
+            packed = kernels.send(step.bucket_flat)
+            program = self._gather_by_kernels(kernels, packed, step.bucket_flat)
+        else:
+            program = self._gather(group, group.pieces(step.bucket_flat), place)
         entries = [slot.numel for slot in group.slots]
         slot_bytes = [4.0 * (place.world - 1) * n for n in entries]
-        packed = kernels.send(step.bucket_flat)
-        program = self._gather(kernels, packed, step.bucket_flat)
-        return Opened(program, None, slot_bytes, entries, compressed=False)
+        return Opened(program, None, slot_bytes, entries, compressed=False, gathered=True)
 
-    def _gather(self, kernels: FusedDense, packed: Tensor, bucket_flat: Tensor) -> Program[Outcome]:
+    def _gather_by_kernels(
+        self, kernels: FusedDense, packed: Tensor, bucket_flat: Tensor
+    ) -> Program[Outcome]:
         (gathered,) = yield (AllGather(packed, "dense", apart=True),)
         kernels.mean(gathered, bucket_flat)
         return Outcome(bucket_flat, kernels.wrong, delivered=True)
+
+    def _gather(self, group: Group, gradients: Sequence[Tensor], place: Place) -> Program[Outcome]:
+        """The same in torch: a sum in rank order, each part divided before as in `dense_mean`."""
+        # Whole words of 16 bytes, behind which a payload stays aligned.
+        buffer = torch.zeros(-(-group.numel // 4) * 4, device=group.device)
+        torch._foreach_copy_(group.spans(buffer), list(gradients))
+        buffer.div_(place.world)
+        (gathered,) = yield (AllGather(buffer.view(torch.uint8), "dense", apart=True),)
+        first, *others = gathered.view(torch.float32)
+        total = first.clone()
+        for other in others:
+            total += other
+        return Outcome(total[: group.numel], self._no(group.device))
 
     def open(self, step: GroupStep) -> Opened:
         return self._opened(
@@ -184,10 +209,13 @@ class DenseCompressor(Compressor):
             # What was not finite has been set to zero; a NaN in its place travels by the sum.
             buffer[:1] += torch.where(non_finite, torch.nan, 0.0)
         mean = yield from dense_mean(buffer, place, deterministic=deterministic, phase="dense")
-        if group.device not in self._never:
-            self._never[group.device] = torch.zeros((), dtype=torch.bool, device=group.device)
-        # The pipeline looks at the update itself.
-        return Outcome(mean, self._never[group.device])
+        return Outcome(mean, self._no(group.device))
+
+    def _no(self, device: torch.device) -> Tensor:
+        """The pipeline looks at the update itself."""
+        if device not in self._never:
+            self._never[device] = torch.zeros((), dtype=torch.bool, device=device)
+        return self._never[device]
 
 
 class SparseCompressor(Compressor):
@@ -225,7 +253,8 @@ class SparseCompressor(Compressor):
         if opened is None:
             return None
         account, program = opened
-        return Opened(program, account, *self._shares(codec, modes, step.place))
+        shares = self._shares(codec, modes, step.place)
+        return Opened(program, account, *shares, gathered=True)
 
     def open(self, step: GroupStep) -> Opened:
         modes = self._modes(step.group, step.steps)
@@ -254,7 +283,9 @@ class SparseCompressor(Compressor):
                 self.session.selector.rows(slot, None) for slot in step.group.slots
             ],
         )
-        return Opened(self._run(offer, modes), account, *self._shares(codec, modes, step.place))
+        shares = self._shares(codec, modes, step.place)
+        gathered = type(self.exchange.exchange) is AllGatherFast
+        return Opened(self._run(offer, modes), account, *shares, gathered=gathered)
 
     def _shares(
         self, codec: Codec, modes: Sequence[Hashable], place: Place

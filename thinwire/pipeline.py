@@ -146,7 +146,7 @@ class Pipeline:
         opened: list[Opened] = []
         # Dense ones, which come first, are opened last: they may travel with what the others gather.
         for compressor, group in reversed(groups):
-            company = sum(sum(o.slot_bytes) for o in opened if isinstance(o.account, FusedAccount))
+            company = sum(sum(o.slot_bytes) for o in opened if o.gathered)
             one = self._open_group(compressor, group, bucket, company)
             opened.insert(0, one)
             # At once: if another group cannot be opened, what this one took out of memory has to return.

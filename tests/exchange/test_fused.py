@@ -53,23 +53,6 @@ def test_replies_are_those_of_sums_apart_and_messages_fewer():
         assert abs(getattr(fused.total(), name) - getattr(apart.total(), name)) <= 3
 
 
-def test_a_small_sum_is_gathered_with_the_payloads_and_a_large_one_is_not():
-    def ask_for(rank: int, sums: int):
-        payload = torch.full((64,), rank, dtype=torch.uint8)
-        values = torch.arange(sums, dtype=torch.float32) * (rank + 1) / 3
-        replies = yield (AllReduce(values, "dense"), AllGather(payload, "sparse", apart=True))
-        return replies
-
-    for sums, messages in ((2, 1), (3, 2)):
-        ledger = Ledger(3)
-        found = run_virtual([fuse_requests(ask_for(rank, sums)) for rank in range(3)], ledger)
-        expected = run_virtual([ask_for(rank, sums) for rank in range(3)])
-        assert ledger.messages() == messages
-        for (total, gathered), (other_total, other) in zip(found, expected, strict=True):
-            assert torch.allclose(total, other_total) and torch.equal(gathered, other)
-            assert torch.equal(total, found[0][0])
-
-
 def test_other_ranks_and_single_requests_stay_apart():
     ones = torch.ones(2)
     batch = (AllReduce(ones), AllReduce(ones, scope=INSIDE), AllReduce(ones.long()))

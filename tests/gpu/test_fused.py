@@ -7,7 +7,7 @@ import torch
 
 import thinwire as tw
 from tests.kernels.test_fused import adtopk, compare, corrected_rows, dgc
-from thinwire import fused
+from thinwire import compressor, fused
 from thinwire.kernels import inspection
 from thinwire.kernels.cuda.launch import has_kernels
 
@@ -33,7 +33,7 @@ COLUMNS = {"embedding": (30_522, 128), "conv1d": (1280, 5120), "small": (3072, 7
 @pytest.fixture
 def kernels(monkeypatch):
     def switch(on: bool) -> None:
-        for module in (fused, inspection):
+        for module in (compressor, fused, inspection):
             monkeypatch.setattr(module, "has_kernels", lambda device: on and has_kernels(device))
 
     return switch

@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.test_fused import LAYERS, draw, tied
 from tests.kernels.test_threshold_fused import compare, method
-from thinwire import fused
+from thinwire import compressor, fused
 from thinwire.kernels import inspection
 from thinwire.kernels.cuda.launch import has_kernels
 
@@ -20,7 +20,7 @@ pytestmark = [
 @pytest.fixture
 def kernels(monkeypatch):
     def switch(on: bool) -> None:
-        for module in (fused, inspection):
+        for module in (compressor, fused, inspection):
             monkeypatch.setattr(module, "has_kernels", lambda device: on and has_kernels(device))
 
     return switch

@@ -10,7 +10,7 @@ import torch
 import thinwire as tw
 from tests.contracts.cluster import Cluster
 from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
-from thinwire import fused
+from thinwire import compressor, fused
 from thinwire.compressor import DenseCompressor
 from thinwire.fused import FusedAccount
 from thinwire.kernels import inspection
@@ -39,7 +39,7 @@ def kernels(monkeypatch):
     """Clusters made inside run the kernels; `off()` goes back to the parts."""
 
     def switch(on: bool) -> None:
-        for module in (fused, inspection):
+        for module in (compressor, fused, inspection):
             monkeypatch.setattr(module, "has_kernels", lambda device: on)
 
     for owner in (FusedTopK, FusedDense):
@@ -385,10 +385,10 @@ def test_small_dense_tensors_travel_beside_the_payload(kernels, gradients_of):
     method = tw.ADTopK(density=0.05)
     fast, _ = compare(kernels, method, gradients_of, shapes=shapes, world=3)
     (dense,) = (
-        compressor
+        one
         for groups in fast.pipelines[0]._groups.values()
-        for compressor, _ in groups
-        if isinstance(compressor, DenseCompressor)
+        for one, _ in groups
+        if isinstance(one, DenseCompressor)
     )
     assert len(dense._kernels) == 1, "the small tensors went another way"
 
