@@ -1,13 +1,14 @@
-"""The learning evidence: every method against dense, with 8 simulated workers, for one sitting of ten minutes at a GPU.
+"""The learning evidence: every method against dense, with 8 simulated workers, for short sittings at a GPU.
 
     python3 benchmarks/h200_learning.py --out out
     python3 benchmarks/h200_learning.py --out out --resume rows.json      # again: only what is missing
     python3 benchmarks/h200_learning.py --out out --device cpu --quick    # two small tasks, to see that all works
 
-Several cells (task, method, density, seed) train at once, each in a process of its own, on the loop of `thinwire train`.
-Per task: a few steps of every method are timed at full load, epochs are chosen so that the most important cells are
-finished in time, then cells run in the order of their importance. `--out` gets rows.json and rows.csv (finished cells),
-curves.json (every epoch of every cell) and summary.txt; all of them are up to date at any moment.
+Several cells (task, method, density, seed) train at once, each in a process of its own, on the loop of `thinwire train`, in the
+order of their importance: first all methods from one seed, then from the others, then what is left. The first steps show the pace;
+epochs are chosen so that the most important cells are finished in time, and if time gets short the least important ones make room.
+A sitting lasts `--minutes` and not longer; the next one goes on with what is missing. `--out` gets rows.json and rows.csv (finished
+cells), curves.json (every epoch of every cell) and summary.txt; all of them are up to date at any moment.
 
 Needs torch, numpy and Pillow; neither typer, rich nor matplotlib. Without --data-dir and THINWIRE_DATA the packed sets in
 ./carry/data are unpacked first.
@@ -23,10 +24,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+# Imports take time, too.
+BEGAN = time.monotonic()
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 # What is installed wins.
@@ -35,25 +37,18 @@ sys.path.append(str(ROOT / "carry" / "python"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from learning.cells import Cell, Study, quick_studies, studies  # noqa: E402
-from learning.planning import Pace, choose_epochs  # noqa: E402
-from learning.report import summary_text  # noqa: E402
-from learning.seats import Order, Seats  # noqa: E402
+from learning.course import Course, Say  # noqa: E402
+from learning.orders import Order  # noqa: E402
+from learning.seats import Seats  # noqa: E402
 from learning.store import Store  # noqa: E402
 
 MARGIN_S = 12.0
 """Left at the end for stopping processes and writing files."""
-SAME_LOSS = 0.05
-"""How far the losses of the first steps with and without graphs may differ, relatively."""
-COMPARED_STEPS = 10
-PROBE_LIMIT_S = 90.0
-PLAIN = "plain"
 FEW_SEATS = 4
 """Without MPS processes take turns on the GPU, and more of them bring nothing."""
 PACKS = {"cifar10-resnet20": "cifar10", "wikitext2-lstm": "text", "wikitext2-small-gpt": "text"}
 NOTES = {"cifar10-resnet20": "re-encoded"}
 """What to say beside the figures of a task whose data came packed."""
-
-Say = Callable[[str], None]
 
 
 def parse() -> argparse.Namespace:
@@ -105,121 +100,24 @@ class Sitting:
         most = max(1, count_cores() - 1) if shared else FEW_SEATS
         return self.options.seats or most
 
-    def note(self, task: str) -> str:
-        return "synthetic" if self.options.quick else self.notes.get(task, "")
-
-    def order(self, cell: Cell, graph: bool, steps: int | None = None) -> Order:
+    def order(self, cell: Cell, graph: bool, steps: int | None) -> Order:
         settings = cell.settings(self.source, self.options.device, graph, steps)
         return Order(key=cell.key, settings=settings, deadline=self.end)
 
-    # -- one task ------------------------------------------------------------------------------------------------------
-
     def run(self, study: Study, end: float) -> None:
-        """Probe, plan and train the cells of one task that have no row yet."""
-        epochs = self.options.epochs or self.store.find_epochs(study.task)
-        cells = [c for c in study.cells(epochs or study.most) if not self.store.has(c)]
-        if not cells:
-            self.say(f"{study.task}: every cell is there already")
-            return
-        graphed = self.graph
-        pace = self.probe(study, cells)
-        if graphed and not (pace.rates and self.graph):
-            self.graph = False
-            self.say("once more, every pass kernel by kernel")
-            pace = self.probe(study, cells)
-        if not pace.rates:
-            self.say(f"{study.task}: no cell came through its first steps, see above")
-            return
-        if epochs is None:
-            urgent = [cell for cell in cells if cell.turn <= study.urgent]
-            left = max(end - time.monotonic(), 0.0)
-            epochs = choose_epochs(urgent, pace, self.seats.count, left, study)
-            cells = [c for c in study.cells(epochs) if not self.store.has(c)]
-        longest_first = sorted(cells, key=lambda c: (c.turn, -pace.seconds(c.method, epochs)))
-        expected = sum(pace.seconds(c.method, epochs) for c in cells) / self.seats.count
-        self.say(f"{study.task}: {len(cells)} cells of {epochs} epochs, about {expected:.0f} s")
-        self.train(longest_first, pace, lambda c: self.end if c.turn <= study.urgent else end)
-
-    def probe(self, study: Study, cells: list[Cell]) -> Pace:
-        """Time a few steps of every method, all seats busy; and see that graphs compute what plain passes do."""
-        one_each = list({cell.method: cell.without_warmup() for cell in reversed(cells)}.values())
-        # Not more than will run at once: large models fill the GPU's memory.
-        count = max(min(self.seats.count, len(cells)) - self.graph, len(one_each))
-        chosen = [(one_each[i % len(one_each)], f"probe {i}", self.graph) for i in range(count)]
-        if self.graph:
-            plain = next((cell for cell in one_each if cell.method == "dense"), one_each[0])
-            chosen.append((plain, PLAIN, False))
-        deadline = min(self.end, time.monotonic() + PROBE_LIMIT_S)
-        orders = [
-            replace(
-                self.order(cell, graph, study.probe_steps),
-                key=f"{cell.key} {suffix}",
-                deadline=deadline,
-            )
-            for cell, suffix, graph in chosen
-        ]
-        pace = Pace()
-        losses: dict[str, list[float]] = {}
-        reasons: set[str] = set()
-        for key, kind, content in self.seats.run(orders, lambda order: True):
-            if kind == "done":
-                losses[key] = content["losses"]
-                reasons.add(content["reason"])
-                if not key.endswith(PLAIN):
-                    pace.learn(content["entry"]["method"], content)
-        for reason in sorted(reasons - {""}):
-            self.say(f"{study.task}: {reason}")
-        for method, rate in pace.rates.items():
-            self.say(f"{study.task} {method}: {rate}")
-        self.compare_losses(losses)
-        return pace
-
-    def compare_losses(self, losses: dict[str, list[float]]) -> None:
-        """Give graphs up for the rest of the sitting if the first steps differ."""
-        plain = next((key for key in losses if key.endswith(PLAIN)), None)
-        if plain is None:
-            return
-        cell = plain.removesuffix(PLAIN)
-        twin = next((key for key in losses if key != plain and key.startswith(cell)), None)
-        if twin is None:
-            return
-        pairs = list(zip(losses[plain], losses[twin], strict=False))[:COMPARED_STEPS]
-        apart = max(abs(a - b) / max(abs(a), 1e-9) for a, b in pairs)
-        self.say(f"losses with and without graphs differ by {apart:.2%} at most")
-        if not apart < SAME_LOSS:
-            self.graph = False
-            self.say("which is too much: no graphs in this sitting")
-
-    def train(self, cells: list[Cell], pace: Pace, limit: Callable[[Cell], float]) -> None:
-        """Train the cells in turn; one that cannot be finished in time is left for another sitting."""
-        by_key = {cell.key: cell for cell in cells}
-
-        def fits(order: Order) -> bool:
-            cell = by_key[order.key]
-            return time.monotonic() + pace.seconds(cell.method, cell.epochs) < limit(cell)
-
-        failed: list[Cell] = []
-        for graph in (self.graph, False):
-            orders = [self.order(cell, graph) for cell in cells]
-            failed = []
-            for key, kind, content in self.seats.run(orders, fits):
-                cell = by_key[key]
-                if kind == "epoch":
-                    self.store.add_epoch(cell, content)
-                elif kind == "done":
-                    pace.correct(cell.method, cell.epochs, content["seconds"])
-                    self.store.add_row(cell, content, self.note(cell.task))
-                    self.say(self.store.describe(cell))
-                elif kind == "failed":
-                    failed.append(cell)
-                else:
-                    self.say(
-                        f"{key}: {'time was up' if kind == 'late' else 'no time is left for it'}"
-                    )
-            if not (graph and failed):
-                return
-            self.say(f"again without graphs: {', '.join(cell.key for cell in failed)}")
-            cells = failed
+        """Train the cells of one task that have no row yet."""
+        Course(
+            study,
+            seats=self.seats,
+            store=self.store,
+            say=self.say,
+            order=self.order,
+            end=end,
+            last=self.end,
+            epochs=self.options.epochs,
+            graph=self.graph,
+            note="synthetic" if self.options.quick else self.notes.get(study.task, ""),
+        ).run()
 
 
 # -- around it ---------------------------------------------------------------------------------------------------------
@@ -288,23 +186,21 @@ def run_all(sitting: Sitting) -> None:
 def main() -> int:
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
 
     def say(text: str) -> None:
-        print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
+        print(f"{time.monotonic() - BEGAN:6.1f} s  {text}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="thinwire-data-") as folder:
         data_dir, packed = find_data(options, Path(folder))
         with shared_gpu(options, say):
-            end = began + 60 * options.minutes - MARGIN_S
+            end = BEGAN + 60 * options.minutes - MARGIN_S
             sitting = Sitting(options, end, say, data_dir, packed)
             try:
                 run_all(sitting)
             finally:
                 sitting.seats.close()
                 sitting.store.save()
-                text = summary_text(sitting.store.rows)
-                (options.out / "summary.txt").write_text(text)
+                text = sitting.store.summary()
                 print(f"\n{text}\n{len(sitting.store.rows)} rows in {options.out}", flush=True)
     return 0 if sitting.store.rows else 1
 

@@ -1,9 +1,13 @@
 """Store: the rows of finished cells and the curves of all of them, on disk at any moment.
 
 rows.json    a list: the fields of `thinwire.observe.results.Row`, and task, epochs, steps_per_epoch, graph (whether passes were
-             replayed), data (what to say of it), about (all settings) and origin (versions, hardware, date, commit)
+             replayed), side_by_side (cells that ran at once), data (what to say of it), about (all settings) and origin (versions, hardware, date, commit)
 rows.csv     the same without what does not fit into a line
 curves.json  by cell: per epoch its step, score, mean training loss and seconds; `finished` says whether a row belongs to it
+summary.txt  the rows as a table with verdicts
+
+Rows of an earlier sitting with other settings or another number of epochs cannot be compared with new ones; they move to
+rows-before.json.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import io
 import json
 import math
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +58,7 @@ class Store:
         self._commit = commit
         self.rows: list[Row] = []
         self.curves: dict[str, dict[str, Any]] = {}
+        self.warnings: list[str] = []
         self._saved = 0.0
         for path in (resume, folder / "rows.json"):
             if path is not None and path.exists():
@@ -68,10 +75,33 @@ class Store:
     def has(self, cell: Cell) -> bool:
         return any(is_of(row, cell) for row in self.rows)
 
-    def find_epochs(self, task: str) -> int | None:
-        """How long the cells of a task were trained that are there already: the others must be, too."""
-        found = [row["epochs"] for row in self.rows if row["task"] == task]
-        return found[0] if found else None
+    def rows_of(self, cells: Sequence[Cell]) -> list[Row]:
+        """Those that were trained as these cells are to be, for however many epochs."""
+        by_key = {cell.key: cell for cell in cells}
+        return [
+            row
+            for row in self.rows
+            if row["run"] in by_key
+            and is_of(row, replace(by_key[row["run"]], epochs=row["epochs"]))
+        ]
+
+    def set_aside(self, cells: Sequence[Cell]) -> int:
+        """Take out the rows that have a cell's name and are of other settings or epochs; returns how many."""
+        by_key = {cell.key: cell for cell in cells}
+        kept: list[Row] = []
+        others: list[Row] = []
+        for row in self.rows:
+            cell = by_key.get(row["run"])
+            (kept if cell is None or is_of(row, cell) else others).append(row)
+        if others:
+            path = self._folder / "rows-before.json"
+            before = read_rows(path) if path.exists() else []
+            write_text(path, json.dumps([*before, *others], indent=1) + "\n")
+            self.rows = kept
+            for row in others:
+                self.curves.pop(row["run"], None)
+            self.save()
+        return len(others)
 
     def add_epoch(self, cell: Cell, measured: dict[str, Any]) -> None:
         curve = self.curves.setdefault(cell.key, {"finished": False, "epochs": []})
@@ -81,9 +111,9 @@ class Store:
         if time.monotonic() - self._saved > SAVE_EVERY_S:
             self.save()
 
-    def add_row(self, cell: Cell, content: dict[str, Any], note: str) -> None:
+    def add_row(self, cell: Cell, content: dict[str, Any], note: str, *, side_by_side: int) -> None:
         entry = content["entry"]
-        row = {"task": cell.task, "epochs": cell.epochs, **entry, "data": note}
+        row = {"task": cell.task, **entry, "data": note, "side_by_side": side_by_side}
         row["origin"]["commit"] = row["origin"]["commit"] or self._commit
         row["note"] = content["reason"]
         self.rows = [other for other in self.rows if other["run"] != cell.key]
@@ -94,9 +124,17 @@ class Store:
 
     def save(self) -> None:
         self._saved = time.monotonic()
+        write_text(self._folder / "summary.txt", self.summary())
         write_text(self._folder / "rows.json", json.dumps(self.rows, indent=1) + "\n")
         write_text(self._folder / "rows.csv", to_csv(self.rows))
         write_text(self._folder / "curves.json", json.dumps(self.curves) + "\n")
+
+    def summary(self) -> str:
+        """What there is to know first, then the table."""
+        # Here, because the report reads rows by this module.
+        from learning.report import summary_text
+
+        return "".join(f"{line}\n" for line in self.warnings) + summary_text(self.rows)
 
     def describe(self, cell: Cell) -> str:
         row = next(row for row in self.rows if row["run"] == cell.key)
@@ -113,8 +151,8 @@ def is_of(row: Row, cell: Cell) -> bool:
     wanted = {key: None if value == "none" else value for key, value in cell.training.items()}
     return (
         (row["run"], row["epochs"], about["workers"]) == (cell.key, cell.epochs, cell.workers)
-        and all(about["training"][key] == value for key, value in wanted.items())
-        and all(about["settings"][key] == value for key, value in cell.own.items())
+        and all(about["training"].get(key) == value for key, value in wanted.items())
+        and all(about["settings"].get(key) == value for key, value in cell.own.items())
     )
 
 

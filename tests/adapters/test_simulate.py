@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.models import batches, make_cnn
+from thinwire.adapters.simulate_graph import fresh_casts, run_pass
 from thinwire.errors import UsageError
 
 METHOD = tw.ADTopK(density=0.05, dense_fallback=False)
@@ -231,6 +233,55 @@ def test_a_graph_that_cannot_be_is_said_in_one_sentence(caplog):
     assert "graph=True does not work here" in caplog.text and not sim.graphed
     train(other, sim, 2)
     assert torch.equal(bits(one), bits(other))
+
+
+def test_what_a_graph_captures_casts_the_weights_of_its_own_pass():
+    """Under an autocast of the caller's, which otherwise keeps the weights it has cast before."""
+    model = nn.Linear(4, 1, bias=False)
+    inputs = torch.ones(2, 4)
+
+    def compute(inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(inputs).float().sum()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(inputs)
+        losses = []
+        with fresh_casts():
+            for value in (1.0, 2.0):
+                nn.init.constant_(model.weight, value)
+                losses.append(run_pass(compute, [inputs]).item())
+        assert losses == [8.0, 16.0]
+        assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("inside", [True, False])
+def test_graphs_follow_the_weights_under_autocast(inside):
+    """Autocast inside the pass, as recipes have it, or around the whole step."""
+    results = []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        parts = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()]
+        model = nn.Sequential(*parts, nn.Linear(288, 10)).cuda()
+        model = model.to(memory_format=torch.channels_last)
+        sim = tw.simulate(model, METHOD, workers=2, graph=graph, deterministic=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        data = [batches(rank, 5) for rank in sim.ranks]
+
+        def compute(x, y, model=model):
+            with torch.autocast("cuda", dtype=torch.bfloat16) if inside else nullcontext():
+                return nn.functional.cross_entropy(model(x).float(), y)
+
+        for _ in range(5):
+            shown = [tuple(t.cuda() for t in next(mine)) for mine in data]
+            with nullcontext() if inside else torch.autocast("cuda", dtype=torch.bfloat16):
+                losses = sim.step(compute, shown)
+            optimizer.step()
+        assert sim.graphed == graph
+        results.append(losses)
+    torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.gpu

@@ -26,6 +26,7 @@ METHODS = {
 }
 JOBS = {
     "cifar10-resnet20": {"batch_size": 4, "accumulate": 2},
+    "cifar10-vgg16": {"batch_size": 4, "channels_last": True, "precision": "bf16"},
     "wikitext2-lstm": {"batch_size": 4, "optimizer": "sgd", "lr": 1.0},
     "wikitext2-transformer": {"batch_size": 4, "precision": "bf16", "optimizer": "sgd"},
 }
@@ -65,6 +66,7 @@ def real_job(rank: int, world: int, task_name: str, method: str, steps: int) -> 
     [
         ("cifar10-resnet20", "adtopk"),
         ("cifar10-resnet20", "dgc"),
+        ("cifar10-vgg16", "adtopk"),
         ("wikitext2-lstm", "adtopk"),
         ("wikitext2-transformer", "oktopk"),
     ],

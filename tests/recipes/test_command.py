@@ -30,6 +30,7 @@ def test_stop_resume_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[
     begin = f"train {TINY} --workers 1 --checkpoint-every 4 --deterministic --steps 10 --out {out}"
     assert main(begin.split()) == 0
     assert read_rows(out)[0]["steps"] == 10
+    assert read_rows(out)[0]["simulation"] is None
 
     # The rest of the settings is in the folder.
     assert main(f"train --resume --out {out} --steps 1000".split()) == 0
@@ -75,6 +76,21 @@ def test_compare_does_only_what_is_not_done(
     assert [row["run"] for row in again[6:]] == [
         "adtopk@0.1#0", "adtopk@0.1#1", "adtopk@0.2#0", "adtopk@0.2#1",
     ]  # fmt: skip
+
+
+def test_simulated_workers_say_what_they_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    common = f"train {TINY} --simulate-workers 3 --checkpoint-every 2 --out {out}"
+    assert main(f"{common} --steps 4".split()) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("simulated 3")]
+    assert "MB beside the model's" in line and "ms exchanging per step" in line
+    costs = read_rows(out)[0]["simulation"]
+    assert costs["steps"] == 4 and costs["workers"] == 3 and costs["gradient_bytes"] > 0
+    # The seconds of a resumed run are of the steps since then.
+    assert main(f"train --resume --out {out} --steps 6".split()) == 0
+    assert read_rows(out)[0]["simulation"]["steps"] == 2
 
 
 def test_a_run_writes_what_tensorboard_reads(tmp_path: Path) -> None:

@@ -32,6 +32,13 @@ CASES: dict[str, tuple[str, Method, Training]] = {
             epochs=3, batch_size=4, lr=0.05, weight_decay=1e-4, schedule="plateau", patience=1
         ),
     ),
+    "channels_last": (
+        "cifar10-resnet20",
+        tw.ADTopK(density=0.05, dense_fallback=False),
+        Training(
+            epochs=3, batch_size=4, lr=0.05, weight_decay=1e-4, channels_last=True, precision="bf16"
+        ),
+    ),
     "transformer": (
         "wikitext2-transformer",
         tw.ADTopK(density=0.05, interleave=2, dense_fallback=False),

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,39 +62,81 @@ def test_a_quick_run_leaves_rows_curves_a_summary_and_a_picture(tmp_path):
     assert "adtopk" in markdown_table(rows, "cifar10-resnet20")
     plot(rows, tmp_path / "learning.png")
     assert (tmp_path / "learning.png").stat().st_size > 10_000
-    assert printed.count("ms per step,") > 7
+    assert printed.count("over in") == 3 and printed.count("ms per step") == 7
     again = run_script(out, tmp_path / "without")
     assert again.count("every cell is there already") == 2 and "ms per step" not in again
 
 
-def test_a_process_that_fails_is_replaced():
-    from learning.cells import quick_studies
-    from learning.seats import Order, Seats
+def test_rows_of_other_settings_are_set_aside(tmp_path):
+    from learning.cells import studies
+    from learning.store import Store, read_rows
 
-    cell = quick_studies()[0].cells(1)[0]
-    settings = cell.settings({"synthetic": True, "tiny": True}, "cpu", False, 1)
-    bad = {**settings, "method": {"name": "nobody"}}
+    cells = studies()[0].cells(30)
+    about = {"workers": 8, "training": {**cells[0].training}, "settings": {}}
+    rows = make_rows("dense", None, [0.9, 0.8], about=about)
+    for seed, row in enumerate(rows):
+        row["run"] = f"cifar10-resnet20/dense#{seed}"
+    rows[1]["about"] = {**about, "training": {**cells[0].training, "lr": 0.05}}
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    store = Store(tmp_path)
+    assert store.has(cells[0]) and store.rows_of(cells) == [rows[0]]
+    store.save = lambda: None
+    assert store.set_aside(cells) == 1 and store.rows == [rows[0]]
+    assert read_rows(tmp_path / "rows-before.json") == [rows[1]]
+    assert store.set_aside(cells) == 0
+
+
+def test_a_process_that_fails_is_replaced_and_one_that_runs_is_told_what_to_do():
+    from learning.cells import quick_studies
+    from learning.orders import Epochs, Order, Stop
+    from learning.seats import Seats
+
+    def settings(epochs: int) -> dict:
+        # A warm-up that ends with the first epoch, where the rate begins to depend on their number.
+        study = quick_studies()[0]
+        cell = replace(study, training={**study.training, "warmup_epochs": 1}).cells(epochs)[1]
+        return cell.settings({"synthetic": True, "tiny": True}, "cpu", False, None)
+
+    bad = {**settings(1), "method": {"name": "nobody"}}
     late = time.monotonic() + 120
     orders = [
-        Order(key=key, settings=chosen, deadline=late)
-        for key, chosen in (("bad", bad), ("good", settings), ("left out", settings))
+        Order(key=key, settings=chosen, deadline=late, fewest=fewest)
+        for key, chosen, fewest in (
+            ("bad", bad, None),
+            ("stopped", settings(3), 1),
+            ("told", settings(3), 1),
+            ("fixed", settings(2), None),
+        )
     ]
     said: list[str] = []
     seats = Seats(1, said.append)
+    events, entries = [], {}
     try:
-        events = list(seats.run(orders, lambda order: order.key != "left out"))
+        for key, kind, content in seats.run(lambda: orders.pop(0) if orders else None):
+            if kind == "pace" and key in ("stopped", "told"):
+                # Until it is told, it waits.
+                seats.tell(key, Stop() if key == "stopped" else Epochs(2))
+            if kind in ("failed", "stopped", "done"):
+                events.append((key, kind))
+            if kind == "done":
+                entries[key] = content["entry"]
     finally:
         seats.close()
-    assert [(key, kind) for key, kind, _ in events if kind != "epoch"] == [
+    assert events == [
         ("bad", "failed"),
-        ("good", "done"),
-        ("left out", "skipped"),
+        ("stopped", "stopped"),
+        ("told", "done"),
+        ("fixed", "done"),
     ]
     assert "method is 'nobody'" in said[0]
+    told, fixed = entries["told"], entries["fixed"]
+    assert told["epochs"] == 2 and told["steps"] > 2
+    for name in ("tests", "about", "steps", "density"):
+        assert told[name] == fixed[name], name
 
 
 def test_every_planned_cell_can_be_built():
-    from learning.cells import studies
+    from learning.cells import WITHOUT_DENSITY, studies
 
     from thinwire.recipes.job import build_job
 
@@ -103,27 +146,181 @@ def test_every_planned_cell_can_be_built():
             job = build_job("train", cell.settings({}, "cuda", True, None), out=Path())
             assert job.running.world == 8 and job.training.epochs == study.most
             keys.append(cell.key)
+            images = cell.task == "cifar10-resnet20"
+            assert job.training.channels_last == images
+            warmup = {0.01: [0.25, 0.063, 0.015], 0.001: [0.25, 0.063, 0.015, 0.004]}
+            if cell.method not in WITHOUT_DENSITY:
+                assert cell.own.get("density_warmup") == (warmup[cell.density] if images else None)
     assert len(keys) == len(set(keys)) == 18 + 12 + 5 + 5
     assert keys[0] == "cifar10-resnet20/dense#0" and keys[-1] == "wikitext2-small-gpt/acpsgd#0"
+    assert [key.partition("#")[2] for key in keys[:18]] == ["0"] * 6 + ["1"] * 6 + ["2"] * 6
+    assert {key.partition("/")[2] for key in keys[18:21]} == {f"dgc@0.001#{i}" for i in range(3)}
 
 
 def test_epochs_are_as_many_as_fit():
     from learning.cells import studies
-    from learning.planning import Pace, choose_epochs, finish_time
+    from learning.planning import Pace, Pending, choose_epochs, finish_time
 
     assert finish_time([4.0, 3.0, 2.0, 2.0], 2) == 6.0
     study = studies()[0]
     pace = Pace()
-    for method, ms in (("dense", 10.0), ("oktopk", 40.0)):
-        entry = {"ms_per_step": ms, "steps_per_epoch": 100}
-        pace.learn(method, {"entry": entry, "setup_s": 1.0, "test_s": 0.5})
-    assert pace.seconds("dgc", 1) == pace.seconds("oktopk", 1)
-    cells = study.only(["dense", "oktopk"]).cells(study.most)
-    assert choose_epochs(cells, pace, 15, 1000.0, study) == study.most
-    assert choose_epochs(cells, pace, 15, 100.0, study) == 19
-    assert choose_epochs(cells, pace, 15, 1.0, study) == study.fewest
-    pace.correct("oktopk", 10, 2 * pace.rates["oktopk"].seconds(10))
-    assert pace.seconds("oktopk", 10) == 2 * pace.rates["oktopk"].seconds(10)
+    for method, seconds in (("dense", 1.0), ("oktopk", 4.0)):
+        pace.hear(method, {"setup_s": 1.0, "epoch_s": seconds}, 10)
+    assert pace.rate("dgc") == pace.rate("oktopk")
+    assert [pace.rate("dense").at(load) for load in (10, 8, 1)] == [1.0, 0.8, 0.5]
+    pending = [Pending("dense"), Pending("oktopk")] * 5
+    assert choose_epochs(pending, pace, 10, 1000.0, study) == study.most
+    assert choose_epochs(pending, pace, 10, 100.0, study) == 22
+    assert choose_epochs([Pending("oktopk", 4.0)] * 10, pace, 10, 100.0, study) == 26
+    assert choose_epochs(pending, pace, 10, 1.0, study) == study.fewest
+
+
+class Machine:
+    """Seats on a device that makes so many steps per second in all, on a clock of its own."""
+
+    setup_s = 25.0
+    steps_per_epoch = 97
+    graph_loss = 2.0
+
+    def __init__(self, count: int, steps_per_second: float, monkeypatch) -> None:
+        from learning import course
+
+        self.count, self.now, self.total = count, 0.0, steps_per_second
+        self.cells: dict[str, dict] = {}
+        self.finished_at: dict[str, float] = {}
+        self.most_at_once = 0
+        monkeypatch.setattr(course.time, "monotonic", lambda: self.now)
+
+    def tell(self, key, message) -> None:
+        from learning.orders import Epochs
+
+        cell = self.cells[key]
+        if isinstance(message, Epochs):
+            cell["epochs"], cell["told"] = message.count, True
+        else:
+            cell["stop"] = True
+
+    def run(self, next_order):
+        while True:
+            while len(self.cells) < self.count and (order := next_order()) is not None:
+                self.cells[order.key] = {
+                    "order": order,
+                    "began": self.now,
+                    "steps": 0.0,
+                    "epochs": order.settings["training"]["epochs"],
+                    "told": order.fewest is None,
+                    "stop": False,
+                }
+            if not self.cells:
+                return
+            self.most_at_once = max(self.most_at_once, len(self.cells))
+            self.now += 0.5
+            at_work = [c for c in self.cells.values() if self.now - c["began"] >= self.setup_s]
+            for key, cell in list(self.cells.items()):
+                if cell in at_work:
+                    yield from self.advance(key, cell, self.total / len(at_work))
+            yield "", "tick", None
+
+    def advance(self, key: str, cell: dict, speed: float):
+        before, cell["steps"] = cell["steps"], cell["steps"] + 0.5 * speed
+        spe, order = self.steps_per_epoch, cell["order"]
+        if not cell["told"] and cell["steps"] > 5 * spe:
+            cell["steps"] = before
+        kind = None
+        if cell["stop"] or self.now > order.deadline:
+            kind, content = "stopped" if cell["stop"] else "late", None
+        elif cell["steps"] >= (order.settings["run"]["steps"] or cell["epochs"] * spe):
+            entry = {"run": key, "epochs": cell["epochs"], "metric": "top1", "score": 0.5}
+            entry |= {"seconds": self.now - cell["began"], "ms_per_step": 1.0, "graph": True}
+            entry["origin"] = {"commit": ""}
+            kind, content = "done", {"entry": entry, "reason": "", "losses": [2.0] * 10}
+            self.finished_at[key] = self.now
+        measured = {"epoch_s": spe / speed, "setup_s": self.setup_s, "done": cell["steps"] / spe}
+        if kind is not None:
+            del self.cells[key]
+            yield key, kind, content
+        elif before // spe < cell["steps"] // spe:
+            test = {"step": int(cell["steps"]), "score": 0.5, "loss": 1.0, "seconds": self.now}
+            yield key, "epoch", {**measured, "test": test}
+        elif cell["steps"] < spe:
+            yield key, "pace", {**measured, "losses": [self.graph_loss] * 10}
+
+
+def sit(machine: Machine, tmp_path: Path, end: float, epochs: int | None = None, graph=False):
+    """One sitting with CIFAR-10; returns its store and what was said."""
+    from learning.cells import studies
+    from learning.course import Course
+    from learning.orders import Order
+    from learning.store import Store
+
+    store, said = Store(tmp_path), []
+    store.save = lambda: None
+    store.has = lambda cell: cell.key in machine.finished_at
+    store.rows_of = lambda cells: store.rows
+
+    def order(cell, graph, steps):
+        return Order(key=cell.key, settings=cell.settings({}, "cuda", graph, steps), deadline=end)
+
+    course = Course(
+        studies()[0], seats=machine, store=store, say=said.append, order=order,
+        end=end, last=end, epochs=epochs, graph=graph, note="",
+    )  # fmt: skip
+    course.run()
+    assert machine.now < end + 5
+    return store, said
+
+
+def rounds_done(machine: Machine) -> list[int]:
+    from learning.cells import studies
+
+    cells = studies()[0].cells(1)
+    return [
+        sum(cell.turn == turn and cell.key in machine.finished_at for cell in cells)
+        for turn in range(5)
+    ]
+
+
+@pytest.mark.parametrize("seats", [6, 15])
+def test_with_enough_time_the_urgent_cells_are_finished_first(tmp_path, monkeypatch, seats):
+    machine = Machine(seats, 150.0, monkeypatch)
+    _, said = sit(machine, tmp_path, 500.0)
+    done = rounds_done(machine)
+    assert done[:4] == [6, 6, 6, 3]
+    assert machine.most_at_once == seats and "over in" in said[2]
+    assert machine.now > 0.85 * 500
+    assert not any("NOT ENOUGH" in line or "makes room" in line for line in said)
+
+
+def test_with_little_time_the_first_round_is_finished_before_the_others(tmp_path, monkeypatch):
+    """15 cells at once would not be: the least important ones make room."""
+    machine = Machine(15, 109.0, monkeypatch)
+    _, said = sit(machine, tmp_path, 300.0, epochs=30)
+    done = rounds_done(machine)
+    assert done[0] == 6 and sum(done[1:]) >= 2
+    assert any("makes room" in line for line in said)
+    assert done[2:] == [0, 0, 0]
+    # What is missing is done in the next sittings, in the same order.
+    for at_least in ([6, 6, 2, 0, 0], [6, 6, 6, 3, 0]):
+        sit(machine, tmp_path, machine.now + 300.0, epochs=30)
+        done = rounds_done(machine)
+        assert all(found >= least for found, least in zip(done, at_least, strict=True))
+
+
+@pytest.mark.parametrize("graph_loss", [2.01, 2.5])
+def test_graphs_that_compute_something_else_are_given_up(tmp_path, monkeypatch, graph_loss):
+    machine = Machine(15, 150.0, monkeypatch)
+    machine.graph_loss = graph_loss
+    _, said = sit(machine, tmp_path, 600.0, graph=True)
+    given_up = "which is too much: all cells begin again without graphs"
+    assert (given_up in said) == (graph_loss == 2.5)
+    assert rounds_done(machine)[:4] == [6, 6, 6, 3]
+
+
+def test_a_sitting_that_is_too_short_says_so_first(tmp_path, monkeypatch):
+    machine = Machine(15, 30.0, monkeypatch)
+    store, said = sit(machine, tmp_path, 120.0)
+    assert said[1].startswith("NOT ENOUGH TIME: ") and "6 most important cells with 15" in said[1]
+    assert store.warnings == [said[1]]
 
 
 def make_rows(method: str, density: float | None, scores: list[float | None], **more):

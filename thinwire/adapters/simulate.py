@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from thinwire.adapters.checks import check_parameters
 from thinwire.adapters.fusion import fuse
-from thinwire.adapters.simulate_graph import Compute, Graphs, detached, loss_of
+from thinwire.adapters.simulate_graph import Compute, Graphs, loss_of, run_pass
 from thinwire.adapters.simulate_state import BufferStates, RandomStates
 from thinwire.adapters.simulate_workers import GradientStack, Seats, WorkerHandle
 from thinwire.errors import UsageError
@@ -130,6 +130,7 @@ class SimulationReport:
 
     workers: int
     steps: int
+    """That the seconds are of."""
     parameter_bytes: int
     """Of the model, which exists once."""
     gradient_bytes: int
@@ -185,6 +186,8 @@ class Simulation:
         self._computed: set[int] = set()
         """Workers that have a gradient in this step."""
         self._working: int | None = None
+        self._steps = 0
+        """Exchanged since this was made; what was restored is not among them."""
         self._worker_seconds = self._exchange_seconds = 0.0
 
     @property
@@ -252,9 +255,7 @@ class Simulation:
                 self._collect()
                 self._lend()
                 return result
-        result = compute(*inputs)
-        loss_of(result).backward()
-        return detached(result)
+        return run_pass(compute, inputs)
 
     def _capture(self, key: Any, compute: Compute, inputs: Sequence[Any]) -> bool:
         assert self._graphs is not None
@@ -293,6 +294,7 @@ class Simulation:
             ]
             self._seats.run(started)
             stack.deliver()
+        self._steps += 1
         self._exchange_seconds += time.perf_counter() - began
 
     def step(self, compute: Compute, batches: Sequence[Sequence[Any]]) -> Tensor:
@@ -346,7 +348,7 @@ class Simulation:
         """Memory and time so far; print it."""
         return SimulationReport(
             workers=self.workers,
-            steps=self.handles[0].pipeline.tally.steps,
+            steps=self._steps,
             parameter_bytes=sum(p.nbytes for p in self.model.parameters()),
             gradient_bytes=sum(stack.rows.nbytes for stack in self._stacks),
             memory_bytes=sum(handle.stats().memory_bytes for handle in self.handles),

@@ -6,7 +6,8 @@ On a GPU a small model is bound by the launches of its kernels, and simulated wo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,28 @@ def loss_of(result: Any) -> Tensor:
 
 def detached(result: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+
+
+@contextmanager
+def fresh_casts() -> Iterator[None]:
+    """Inside, autocast converts a weight whenever it is used, also under an autocast of the caller's.
+
+    A graph that was captured with a copy from before would go on with that weight for ever.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def run_pass(compute: Compute, arguments: Sequence[Any]) -> Any:
+    """Forward and backward of one micro-batch; its result, detached."""
+    result = compute(*arguments)
+    loss_of(result).backward()
+    return detached(result)
 
 
 @dataclass(eq=False)
@@ -58,7 +81,9 @@ class Graphs:
         shapes = tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         )
-        return compute, str(tree), shapes, self._model.training
+        kind = self._device.type
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return compute, str(tree), shapes, self._model.training, cast
 
     def has(self, key: Hashable) -> bool:
         return key in self._captured
@@ -81,10 +106,11 @@ class Graphs:
         static = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         arguments = tree_unflatten(static, tree)
         try:
-            self._warm_up(compute, arguments)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                result = self._pass(compute, arguments)
+            with fresh_casts():
+                self._warm_up(compute, arguments)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    result = run_pass(compute, arguments)
         except Exception as error:
             self._clear()
             # A capture that broke off leaves torch's generator in the belief that it goes on.
@@ -125,14 +151,9 @@ class Graphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
-                self._pass(compute, arguments)
+                run_pass(compute, arguments)
                 self._clear()
         torch.cuda.current_stream().wait_stream(stream)
-
-    def _pass(self, compute: Compute, arguments: Any) -> Any:
-        result = compute(*arguments)
-        loss_of(result).backward()
-        return detached(result)
 
     def _clear(self) -> None:
         for parameter in self._parameters:

@@ -43,6 +43,8 @@ class Row:
     replicas_identical: bool
     """Whether all workers ended with the same bits in all parameters."""
     seconds: float
+    simulation: dict[str, Any] | None = None
+    """What simulated workers cost in memory and time, the fields of `SimulationReport`; None for real ones."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -158,7 +158,11 @@ def shared_flags(given: Given) -> Settings:
     return {
         "task": pick("data", "model", "data_dir", "download", "synthetic", "tiny"),
         "method": {**pick("values", "rank"), "axis": parse_axis(given["axis"])},
-        "training": pick("epochs", "batch_size", "lr", "precision"),
+        "training": {
+            **pick("epochs", "batch_size", "lr", "precision"),
+            # Here False is said, too.
+            "channels_last": given["channels_last"],
+        },
         "run": pick(
             "workers",
             "simulate_workers",

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.recipes.config import Running
+from thinwire.recipes.examples import Batch
+
+IMAGE_DIMS = 4
+"""What channels_last is defined for: [N, C, H, W]."""
 
 
 def choose_device(running: Running) -> torch.device:
@@ -26,6 +31,30 @@ def choose_device(running: Running) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
+
+
+def place_model(
+    model: nn.Module, device: torch.device, memory_format: torch.memory_format
+) -> nn.Module:
+    """The model on the device, its convolutions in that format; before anything looks at its parameters."""
+    if memory_format is torch.channels_last and not any(
+        parameter.ndim == IMAGE_DIMS for parameter in model.parameters()
+    ):
+        raise UsageError(
+            "channels_last is True, but the model has no convolution over images; leave it out"
+        )
+    placed: nn.Module = model.to(device, memory_format=memory_format)  # type: ignore[call-overload]
+    return placed
+
+
+def place_batch(batch: Batch, device: torch.device, memory_format: torch.memory_format) -> Batch:
+    """A batch where the model is, its images in the model's format."""
+    return tuple(
+        column.to(device, non_blocking=True, memory_format=memory_format)
+        if column.ndim == IMAGE_DIMS
+        else column.to(device, non_blocking=True)
+        for column in batch
+    )
 
 
 def prefer_determinism(wanted: bool) -> None:

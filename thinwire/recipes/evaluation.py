@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from thinwire.recipes.device import place_batch
 from thinwire.recipes.examples import Data
 from thinwire.recipes.kinds import Carry
 from thinwire.recipes.parallel import Workers
@@ -13,7 +14,12 @@ from thinwire.recipes.precision import Precision
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, data: Data, workers: Workers, precision: Precision, batch_size: int
+    model: nn.Module,
+    data: Data,
+    workers: Workers,
+    precision: Precision,
+    batch_size: int,
+    memory_format: torch.memory_format = torch.preserve_format,
 ) -> dict[str, float]:
     """Collective: every metric of the kind, each process having measured its share; sums are added in their order."""
     was_training = model.training
@@ -24,7 +30,7 @@ def evaluate(
     sums: dict[str, tuple[Tensor, Tensor]] = {}
     carry: Carry = None
     for places in shares:
-        batch = tuple(column.to(workers.device) for column in data.test.batch(places, None))
+        batch = place_batch(data.test.batch(places, None), workers.device, memory_format)
         with precision.autocast():
             totals, carry = data.kind.measure(model, batch, carry)
         for name, (numerator, denominator) in totals.items():

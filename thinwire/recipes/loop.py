@@ -20,6 +20,7 @@ from thinwire.observe.results import Row
 from thinwire.recipes.checkpoints import Checkpoints, State
 from thinwire.recipes.clock import Mark
 from thinwire.recipes.config import Training
+from thinwire.recipes.device import place_model
 from thinwire.recipes.evaluation import evaluate
 from thinwire.recipes.examples import Data, Examples
 from thinwire.recipes.kinds import Carry
@@ -78,7 +79,10 @@ class Trainer:
         self.run, self.data, self.workers, self.log = run, data, workers, log
         self.checkpoints = checkpoints
         training = run.training
-        self.model = model.to(workers.device)
+        self.memory_format = (
+            torch.channels_last if training.channels_last else torch.preserve_format
+        )
+        self.model = place_model(model, workers.device, self.memory_format)
         self.precision = Precision(training.precision, workers.device)
         self.optimizer = build_optimizer(self.model, training)
         self.steps_per_epoch = count_steps_per_epoch(data.train, training, workers.world)
@@ -184,6 +188,7 @@ class Trainer:
                 carries=self.carries,
                 precision=self.precision,
                 device=self.workers.device,
+                memory_format=self.memory_format,
                 seed=training.seed,
                 epoch=epoch,
                 number=number,
@@ -208,7 +213,9 @@ class Trainer:
         """Collective: measure the model on the whole test set and log it."""
         self.replica.share_buffers()
         batch_size = TEST_BATCHES * self.run.training.batch_size
-        self.metrics = evaluate(self.model, self.data, self.workers, self.precision, batch_size)
+        self.metrics = evaluate(
+            self.model, self.data, self.workers, self.precision, batch_size, self.memory_format
+        )
         kind = self.data.kind
         score = self.metrics[kind.headline]
         self.tests.append([self.position.step, score])
@@ -270,6 +277,7 @@ class Trainer:
             examples_per_second=None if ms is None else 1000 * self.examples_per_step / ms,
             replicas_identical=are_replicas_identical(self.model, self.workers),
             seconds=seconds,
+            simulation=self.replica.costs(),
         )
 
     def state_dict(self) -> State:

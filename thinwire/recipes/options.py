@@ -41,6 +41,12 @@ def shared(
     precision: Annotated[
         str | None, typer.Option(help="fp32, bf16 or fp16.", metavar="NAME")
     ] = None,
+    channels_last: Annotated[
+        bool | None,
+        typer.Option(
+            "--channels-last/--no-channels-last", help="Images and convolutions in that format."
+        ),
+    ] = None,
     values: Annotated[
         str | None, typer.Option(help="Value code on the wire, such as bf16.", metavar="CODE")
     ] = None,

@@ -96,6 +96,10 @@ class Replica(ABC):
     def stats(self) -> Stats:
         """What worker 0 sent, or the first worker of this process."""
 
+    def costs(self) -> dict[str, Any] | None:
+        """Memory and time of workers that are simulated, the fields of `SimulationReport`; None for real ones."""
+        return None
+
     @abstractmethod
     def ledgers(self) -> dict[int, Ledger]:
         """By worker of this process."""

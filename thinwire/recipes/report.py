@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from thinwire.adapters.simulate import SimulationReport
 from thinwire.errors import JobError, UsageError
 from thinwire.observe.files import write_text
 from thinwire.observe.metrics import METRICS_FILE, read_metrics
@@ -92,7 +93,9 @@ def find_finished(job: Job) -> dict[str, dict[str, Any]]:
     for cell in job.cells():
         done = next((entry for entry in saved if entry["about"] == cell.about), None)
         if done is not None:
-            finished[cell.label] = {field.name: done[field.name] for field in fields(Row)}
+            finished[cell.label] = {
+                field.name: done[field.name] for field in fields(Row) if field.name in done
+            }
             continue
         namesake = next((entry for entry in saved if entry["run"] == cell.label), None)
         if namesake is not None:
@@ -127,10 +130,17 @@ def report(job: Job, rows: Sequence[Row], console: Console) -> None:
     title = f"{job.choice.label}, {describe_workers(job)}, {rows[0].parameters:,} parameters"
     plot_comparison(picture, records, rows, title)
     console.print(results_table(rows, title))
-    console.print(f"files in {job.out}", markup=False, highlight=False, soft_wrap=True)
+    for line in [*describe_costs(rows), f"files in {job.out}"]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     drifted = [row.run for row in rows if not row.replicas_identical]
     if drifted:
         raise JobError(f"the workers ended with different parameters under {', '.join(drifted)}")
+
+
+def describe_costs(rows: Sequence[Row]) -> list[str]:
+    """Memory and speed of simulated workers, in a line; of many runs, see their rows."""
+    costs = [row.simulation for row in rows if row.simulation is not None]
+    return [f"simulated {SimulationReport(**costs[0])}"] if len(rows) == len(costs) == 1 else []
 
 
 def describe_workers(job: Job) -> str:

@@ -25,6 +25,10 @@ class LearningRate:
         self._bad_epochs = 0
         self._reductions = 0
 
+    def end_after(self, epochs: int) -> None:
+        """Fall over another number of epochs; what is said before the warm-up ends changes no step so far."""
+        self.total_steps = epochs * self.steps_per_epoch
+
     def at(self, step: int) -> float:
         """The rate of a step, counted from 0."""
         if step < self.warmup_steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -95,6 +96,9 @@ class SimulatedReplica(Replica):
 
     def stats(self) -> Stats:
         return self.simulation.stats()
+
+    def costs(self) -> dict[str, Any]:
+        return asdict(self.simulation.report())
 
     def ledgers(self) -> dict[int, Ledger]:
         return {handle.rank: handle.ledger for handle in self.simulation.handles}

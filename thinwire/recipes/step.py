@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from thinwire.recipes.device import place_batch
 from thinwire.recipes.examples import Batch, Examples
 from thinwire.recipes.kinds import Carry, Kind
 from thinwire.recipes.precision import Precision
@@ -30,6 +31,8 @@ class Step:
     """By worker: what a recurrent model starts from; `loss` puts there what the next micro-batch starts from."""
     precision: Precision
     device: torch.device
+    memory_format: torch.memory_format
+    """Of images."""
     seed: int
     epoch: int
     number: int
@@ -46,7 +49,7 @@ class Step:
         """A micro-batch of one worker, on the device."""
         generator = torch.Generator().manual_seed(self._draw("batch", worker, micro))
         columns = self.examples.batch(self.places[worker][micro], generator)
-        return tuple(column.to(self.device, non_blocking=True) for column in columns)
+        return place_batch(columns, self.device, self.memory_format)
 
     def loss(self, model: nn.Module, worker: int, micro: int) -> Tensor:
         """Forward of one micro-batch of one worker: what to call backward() on, so that gradients add up to the step's.
