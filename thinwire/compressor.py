@@ -36,6 +36,9 @@ SMALL_BESIDE = 8
 """Dense tensors are gathered with payloads of at least this many times their bytes. That costs half the number of ranks more
 than a sum on the way, as it does for the payloads; a collective of its own costs its latency and the host's time."""
 
+MOST_MIXTURES = 16
+"""Tables kept per group. Slots that change modes one by one make new mixtures for as long as training lasts."""
+
 
 @dataclass(frozen=True, eq=False)
 class BucketStep:
@@ -234,7 +237,8 @@ class SparseCompressor(Compressor):
         self.values = values
         self.indices = indices
         self.exchange = exchange.session()
-        self._codecs: dict[tuple[Group, tuple[Hashable, ...]], Codec] = {}
+        self._codecs: dict[Group, dict[tuple[Hashable, ...], Codec]] = {}
+        """By the modes of the group's slots, those used last at the end."""
         self._fused = FusedTurns(self.session, self.memory, self.exchange.exchange)
         self._known_shares: dict[Codec, tuple[list[float], list[int] | None]] = {}
 
@@ -306,15 +310,23 @@ class SparseCompressor(Compressor):
         return outcome
 
     def _codec(self, group: Group, modes: tuple[Hashable, ...]) -> Codec:
-        key = (group, modes)
-        if key not in self._codecs:
+        known = self._codecs.setdefault(group, {})
+        codec = known.pop(modes, None)
+        if codec is None:
             rows = [
                 self.session.rows(slot, mode) for slot, mode in zip(group.slots, modes, strict=True)
             ]
             table = RowTable(rows, group.numel)
             note_words = self.session.selector_in(modes).note_words
-            self._codecs[key] = Codec(table, self.values, self.indices, note_words)
-        return self._codecs[key]
+            codec = Codec(table, self.values, self.indices, note_words)
+            if len(known) == MOST_MIXTURES:
+                self._forget(known.pop(next(iter(known))))
+        known[modes] = codec
+        return codec
+
+    def _forget(self, codec: Codec) -> None:
+        self._fused.forget(codec)
+        self._known_shares.pop(codec, None)
 
     def _slot_bytes(self, codec: Codec, place: Place) -> list[float]:
         shared = (place.world - 1) * codec.control_bytes / max(1, len(codec.table.rows))
@@ -330,10 +342,8 @@ class SparseCompressor(Compressor):
 
     def forget_group(self, group: Group) -> None:
         """Drop tables of a bucketing that is gone."""
-        for key in [key for key in self._codecs if key[0] is group]:
-            codec = self._codecs.pop(key)
-            self._fused.forget(codec)
-            self._known_shares.pop(codec, None)
+        for codec in self._codecs.pop(group, {}).values():
+            self._forget(codec)
 
     def state_dict(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         state = self.session.state_dict(names)

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.contracts.cluster import Cluster
 from tests.gradients import slot_of
 from tests.models import batches, make_cnn, train
+from thinwire import compressor as compressors
 from thinwire.select.interleave import ALL_DIMENSION, Interleaved
 from thinwire.select.threshold import ThresholdTopK
 from thinwire.select.topk import AllDimensionTopK, TradTopK
@@ -115,3 +117,26 @@ def divergent_job(rank: int, world: int) -> bytes:
 
 def test_rank_divergent_gradients_keep_shapes_and_replicas_equal(pools):
     assert len(set(pools(3).run(divergent_job))) == 1
+
+
+def test_tables_of_mixed_modes_do_not_pile_up(monkeypatch):
+    """Slots that go from one mode to another one by one; the bits do not depend on what is kept."""
+    method = tw.ADTopK(
+        density=0.1,
+        interleave=2,
+        threshold=True,
+        dense_fallback=False,
+        monitor=tw.Monitor(warmup=1),
+        updater=tw.Updater(tau=1, floor=1),
+    )
+    shapes = {f"slot{n}": (8, 5 + n) for n in range(4)}
+    updates = []
+    for most in (2, 1000):
+        monkeypatch.setattr(compressors, "MOST_MIXTURES", most)
+        cluster = Cluster(2, method, shapes=shapes)
+        updates.append([cluster.step(cluster.random(seed)) for seed in range(24)])
+        (known,) = cluster.pipelines[0].roster.assignments["slot0"].compressor._codecs.values()
+        assert len(known) <= most
+    assert len(known) > 2
+    for ours, theirs in zip(*updates, strict=True):
+        assert all(torch.equal(ours[0][name], theirs[0][name]) for name in shapes)
