@@ -131,25 +131,27 @@ class DenseCompressor(Compressor):
         """Nobody has to look first: what is not finite travels by the sum, and every rank sees it there."""
         if type(self) is not DenseCompressor:
             return None
-        if self._joins(step):
+        plain = self.wire_dtype in (None, torch.float32) and step.bucket_flat.dtype == torch.float32
+        if plain and SMALL_BESIDE * 4 * step.group.numel <= step.company:
             return self._open_beside(step)
+        sums = step.place.world > 1 and not step.deterministic
+        if plain and sums and has_kernels(step.group.device):
+            kernels = self._find_kernels(step)
+            packed = kernels.send(step.bucket_flat)
+            program = self._sum_by_kernels(kernels, packed, step.bucket_flat)
+            return self._described(program, step.group, step.place, torch.float32)
         gradients = step.group.pieces(step.bucket_flat)
         return self._opened(step.group, gradients, None, step.place, step.deterministic)
 
-    def _joins(self, step: BucketStep) -> bool:
-        """Whether the group is gathered with payloads beside which it is small."""
-        return (
-            self.wire_dtype in (None, torch.float32)
-            and step.bucket_flat.dtype == torch.float32
-            and SMALL_BESIDE * 4 * step.group.numel <= step.company
-        )
+    def _find_kernels(self, step: BucketStep) -> FusedDense:
+        if step.group not in self._kernels:
+            self._kernels[step.group] = FusedDense(step.group, step.place.world)
+        return self._kernels[step.group]
 
     def _open_beside(self, step: BucketStep) -> Opened:
         group, place = step.group, step.place
         if has_kernels(group.device):
-            if group not in self._kernels:
-                self._kernels[group] = FusedDense(group, place.world)
-            kernels = self._kernels[group]
+            kernels = self._find_kernels(step)
             packed = kernels.send(step.bucket_flat)
             program = self._gather_by_kernels(kernels, packed, step.bucket_flat)
         else:
@@ -163,6 +165,13 @@ class DenseCompressor(Compressor):
     ) -> Program[Outcome]:
         (gathered,) = yield (AllGather(packed, "dense", apart=True),)
         kernels.mean(gathered, bucket_flat)
+        return Outcome(bucket_flat, kernels.wrong, delivered=True)
+
+    def _sum_by_kernels(
+        self, kernels: FusedDense, packed: Tensor, bucket_flat: Tensor
+    ) -> Program[Outcome]:
+        (total,) = yield (AllReduce(packed.view(torch.float32), "dense"),)
+        kernels.mean(total[None], bucket_flat)
         return Outcome(bucket_flat, kernels.wrong, delivered=True)
 
     def _gather(self, group: Group, gradients: Sequence[Tensor], place: Place) -> Program[Outcome]:
@@ -192,9 +201,14 @@ class DenseCompressor(Compressor):
         deterministic: bool,
     ) -> Opened:
         dtype = self.wire_dtype or gradients[0].dtype
+        program = self._run(group, gradients, non_finite, place, deterministic, dtype)
+        return self._described(program, group, place, dtype)
+
+    def _described(
+        self, program: Program[Outcome], group: Group, place: Place, dtype: torch.dtype
+    ) -> Opened:
         share = 2 * (place.world - 1) / place.world * dtype.itemsize
         entries = [slot.numel for slot in group.slots]
-        program = self._run(group, gradients, non_finite, place, deterministic, dtype)
         return Opened(program, None, [share * n for n in entries], entries, compressed=False)
 
     def _run(

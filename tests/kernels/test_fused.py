@@ -384,13 +384,28 @@ def test_small_dense_tensors_travel_beside_the_payload(kernels, gradients_of):
     shapes = {"large": (64, 160), "bias": (64,), "scalar": (), "norm": (7,), "other": (96, 160)}
     method = tw.ADTopK(density=0.05)
     fast, _ = compare(kernels, method, gradients_of, shapes=shapes, world=3)
+    assert len(find_dense(fast)._kernels) == 1
+    sent = fast.pipelines[0].tally.parameters["bias"].wire_bytes
+    assert sent == 3 * 2 * 4 * 64, "3 steps, P-1 per float"
+
+
+def find_dense(cluster) -> DenseCompressor:
     (dense,) = (
         one
-        for groups in fast.pipelines[0]._groups.values()
+        for groups in cluster.pipelines[0]._groups.values()
         for one, _ in groups
         if isinstance(one, DenseCompressor)
     )
-    assert len(dense._kernels) == 1, "the small tensors went another way"
+    return dense
+
+
+@pytest.mark.parametrize("gradients_of", [random, lambda cluster, count: spoiled(cluster, count)])
+def test_larger_dense_tensors_are_summed_between_two_kernels(kernels, gradients_of):
+    shapes = {"large": (64, 160), "bias": (9000,), "norm": (7,)}
+    fast, _ = compare(kernels, tw.ADTopK(density=0.05), gradients_of, shapes=shapes, world=3)
+    assert len(find_dense(fast)._kernels) == 1
+    sent = fast.pipelines[0].tally.parameters["bias"].wire_bytes
+    assert sent == 3 * 2 * 2 / 3 * 4 * 9000, "3 steps, 2 (P-1) / P per float"
 
 
 def spoiled(cluster, count):

@@ -1,6 +1,6 @@
-"""Small dense tensors on CUDA: gathered beside the payloads of their bucket, by one kernel before and one after.
+"""Dense tensors on CUDA: one kernel before and one after their sum, or after they were gathered beside payloads.
 
-Reference: `dense_mean` in thinwire/exchange/dense.py, summed in rank order.
+Reference: `dense_mean` in thinwire/exchange/dense.py; what was gathered is summed in rank order.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ class FusedDense:
             THREADS,
             [bucket, packed, *known],
         )
-        self._mean = Site(
-            self.compiler("dense.cu", "dense_mean", defines),
-            len(rows),
-            THREADS,
-            [packed, bucket, *known, Varying("stride")],
-        )
+        self._means = {
+            ranks: Site(
+                self.compiler("dense.cu", "dense_mean", defines),
+                len(rows),
+                THREADS,
+                [packed, bucket, stretches, self.wrong, ranks, Varying("stride")],
+            )
+            for ranks in {1, world}
+        }
 
     def send(self, bucket_flat: Tensor) -> Tensor:
         """uint8 [nbytes]: what this rank sends."""
@@ -57,5 +60,7 @@ class FusedDense:
         return packed
 
     def mean(self, gathered: Tensor, bucket_flat: Tensor) -> None:
-        """Write the mean of what all ranks sent into the bucket."""
-        self._mean.launch({"packed": gathered, "bucket": bucket_flat, "stride": gathered.stride(0)})
+        """Write the mean of what all ranks sent ([ranks, bytes], or [1, bytes] where it is summed already) into the bucket."""
+        self._means[len(gathered)].launch(
+            {"packed": gathered, "bucket": bucket_flat, "stride": gathered.stride(0)}
+        )
