@@ -2,6 +2,7 @@
 //
 // A fibre runs until it reaches a barrier or a warp function and yields; when all threads that take part have come, the last one
 // computes what each of them gets.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <math.h>
@@ -40,22 +41,24 @@ static inline unsigned atomicOr(unsigned* at, unsigned x) { unsigned old = *at; 
 // -- fibres -----------------------------------------------------------------------------------------------------------
 
 struct Meeting { int come = 0, turn = 0; int values[32]; int results[32]; };
-struct Fibre { ucontext_t context; char* stack; bool done; Meeting* waits; int turn; };
+struct Fibre { jmp_buf place; bool begun, done; Meeting* waits; int turn; };
 #define MOST_THREADS 1024
 #define STACK_BYTES (1 << 16)
 static Fibre fibres[MOST_THREADS];
 static Meeting warps[MOST_THREADS / 32];
 static Meeting block_meeting;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static int running, alive;
 static int alive_in_warp[MOST_THREADS / 32];
 
+// Jumps cost no system call, as swapcontext does.
+static __attribute__((noinline)) void give_way() {
+    if (!_setjmp(fibres[running].place)) _longjmp(scheduler, 1);
+}
+
 static void wait_for(Meeting& meeting, int turn) {
-    int me = running;
-    fibres[me].waits = &meeting, fibres[me].turn = turn;
-    swapcontext(&fibres[me].context, &scheduler);
-    running = me;
-    threadIdx = {(unsigned)me, 0, 0};
+    fibres[running].waits = &meeting, fibres[running].turn = turn;
+    give_way();
 }
 
 static void __syncthreads() {
@@ -121,13 +124,35 @@ static int __shfl_sync(unsigned, int x, int from) {
 }
 
 static void (*body)();
+// A fibre serves its thread in one block after the other.
 static void run_fibre() {
-    body();
-    fibres[running].done = true;
-    --alive;
-    --alive_in_warp[running / 32];
-    if (alive && block_meeting.come == alive) { block_meeting.come = 0; ++block_meeting.turn; }
-    swapcontext(&fibres[running].context, &scheduler);
+    for (;;) {
+        body();
+        fibres[running].done = true;
+        --alive;
+        --alive_in_warp[running / 32];
+        if (alive && block_meeting.come == alive) { block_meeting.come = 0; ++block_meeting.turn; }
+        give_way();
+    }
+}
+
+static void begin_fibre() {
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = malloc(STACK_BYTES);
+    context.uc_stack.ss_size = STACK_BYTES;
+    context.uc_link = nullptr;
+    makecontext(&context, run_fibre, 0);
+    setcontext(&context);
+}
+
+static __attribute__((noinline)) void resume(int thread) {
+    running = thread;
+    threadIdx = {(unsigned)thread, 0, 0};
+    if (_setjmp(scheduler)) return;
+    if (fibres[thread].begun) _longjmp(fibres[thread].place, 1);
+    fibres[thread].begun = true;
+    begin_fibre();
 }
 
 static void run_grid(int grid, int block, void (*kernel)()) {
@@ -138,23 +163,12 @@ static void run_grid(int grid, int block, void (*kernel)()) {
         block_meeting = Meeting();
         for (Meeting& m : some_meetings) m = Meeting();
         for (int w = 0; w < block / 32; ++w) warps[w] = Meeting(), alive_in_warp[w] = 32;
-        for (int t = 0; t < block; ++t) {
-            Fibre& f = fibres[t];
-            if (!f.stack) f.stack = (char*)malloc(STACK_BYTES);
-            f.done = false, f.waits = nullptr;
-            getcontext(&f.context);
-            f.context.uc_stack.ss_sp = f.stack;
-            f.context.uc_stack.ss_size = STACK_BYTES;
-            f.context.uc_link = nullptr;
-            makecontext(&f.context, run_fibre, 0);
-        }
+        for (int t = 0; t < block; ++t) fibres[t].done = false, fibres[t].waits = nullptr;
         while (alive) {
             for (int t = 0; t < block; ++t) {
                 if (fibres[t].done || (fibres[t].waits && fibres[t].waits->turn == fibres[t].turn)) continue;
                 fibres[t].waits = nullptr;
-                running = t;
-                threadIdx = {(unsigned)t, 0, 0};
-                swapcontext(&scheduler, &fibres[t].context);
+                resume(t);
             }
         }
     }
