@@ -18,7 +18,7 @@ from torch import Tensor
 from thinwire.exchange.base import Exchange, Offer, Outcome
 from thinwire.exchange.dense import dense_mean
 from thinwire.exchange.gather import AllGatherFast
-from thinwire.exchange.requests import AllGather, AllReduce, Place, Program
+from thinwire.exchange.requests import AllGather, AllReduce, Place, Program, Request
 from thinwire.fused_threshold import FusedTurns
 from thinwire.kernels.cuda.dense import FusedDense
 from thinwire.kernels.cuda.launch import has_kernels
@@ -137,8 +137,8 @@ class DenseCompressor(Compressor):
         sums = step.place.world > 1 and not step.deterministic
         if plain and sums and has_kernels(step.group.device):
             kernels = self._find_kernels(step)
-            packed = kernels.send(step.bucket_flat)
-            program = self._sum_by_kernels(kernels, packed, step.bucket_flat)
+            request = AllReduce(kernels.send(step.bucket_flat).view(torch.float32), "dense")
+            program = self._run_kernels(kernels, request, step.bucket_flat)
             return self._described(program, step.group, step.place, torch.float32)
         gradients = step.group.pieces(step.bucket_flat)
         return self._opened(step.group, gradients, None, step.place, step.deterministic)
@@ -152,26 +152,20 @@ class DenseCompressor(Compressor):
         group, place = step.group, step.place
         if has_kernels(group.device):
             kernels = self._find_kernels(step)
-            packed = kernels.send(step.bucket_flat)
-            program = self._gather_by_kernels(kernels, packed, step.bucket_flat)
+            request = AllGather(kernels.send(step.bucket_flat), "dense", apart=True)
+            program = self._run_kernels(kernels, request, step.bucket_flat)
         else:
             program = self._gather(group, group.pieces(step.bucket_flat), place)
         entries = [slot.numel for slot in group.slots]
         slot_bytes = [4.0 * (place.world - 1) * n for n in entries]
         return Opened(program, None, slot_bytes, entries, compressed=False, gathered=True)
 
-    def _gather_by_kernels(
-        self, kernels: FusedDense, packed: Tensor, bucket_flat: Tensor
+    def _run_kernels(
+        self, kernels: FusedDense, request: Request, bucket_flat: Tensor
     ) -> Program[Outcome]:
-        (gathered,) = yield (AllGather(packed, "dense", apart=True),)
-        kernels.mean(gathered, bucket_flat)
-        return Outcome(bucket_flat, kernels.wrong, delivered=True)
-
-    def _sum_by_kernels(
-        self, kernels: FusedDense, packed: Tensor, bucket_flat: Tensor
-    ) -> Program[Outcome]:
-        (total,) = yield (AllReduce(packed.view(torch.float32), "dense"),)
-        kernels.mean(total[None], bucket_flat)
+        """The reply is what every rank sent, or the one row of their sum."""
+        (reply,) = yield (request,)
+        kernels.mean(torch.atleast_2d(reply), bucket_flat)
         return Outcome(bucket_flat, kernels.wrong, delivered=True)
 
     def _gather(self, group: Group, gradients: Sequence[Tensor], place: Place) -> Program[Outcome]:

@@ -7,9 +7,6 @@ import torch
 
 import thinwire as tw
 from tests.kernels.test_fused import adtopk, compare, corrected_rows, dgc
-from thinwire import compressor, fused
-from thinwire.kernels import inspection
-from thinwire.kernels.cuda.launch import has_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,15 +25,6 @@ LAYERS = {
     "tail": (10, 131),
 }
 COLUMNS = {"embedding": (30_522, 128), "conv1d": (1280, 5120), "small": (3072, 768)}
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    def switch(on: bool) -> None:
-        for module in (compressor, fused, inspection):
-            monkeypatch.setattr(module, "has_kernels", lambda device: on and has_kernels(device))
-
-    return switch
 
 
 def draw(cluster, count):

@@ -7,23 +7,11 @@ import torch
 
 from tests.gpu.test_fused import LAYERS, draw, tied
 from tests.kernels.test_threshold_fused import compare, method
-from thinwire import compressor, fused
-from thinwire.kernels import inspection
-from thinwire.kernels.cuda.launch import has_kernels
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    def switch(on: bool) -> None:
-        for module in (compressor, fused, inspection):
-            monkeypatch.setattr(module, "has_kernels", lambda device: on and has_kernels(device))
-
-    return switch
 
 
 @pytest.mark.parametrize("gradients", [draw, tied])

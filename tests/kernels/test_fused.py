@@ -164,28 +164,32 @@ def test_giant_rows(kernels, monkeypatch, kind, keep):
     compare(kernels, method, gradients, shapes=shapes, steps=2)
 
 
+def adversarial(kind, *, tiny, huge):
+    """Gradients of one kind; `tiny` (by step) and `huge` are what random ones are multiplied with."""
+    changes = {
+        "ties": lambda g, count: (g * 2).round() / 2,
+        "zeros": lambda g, count: torch.where(g > 1.5, g, 0.0),
+        "constant": lambda g, count: torch.full_like(g, -0.25),
+        "tiny": lambda g, count: g * tiny(count),
+        "huge": lambda g, count: g * huge,
+    }
+
+    def gradients(cluster, count):
+        return [
+            {name: changes[kind](g, count) for name, g in by_name.items()}
+            for by_name in cluster.random(count)
+        ]
+
+    return gradients
+
+
 @pytest.mark.parametrize("axis", ["auto", 0])
 @pytest.mark.parametrize("kind", ["ties", "zeros", "constant", "tiny", "huge"])
 def test_adversarial_values(kernels, kind, axis):
-    def gradients(cluster, count):
-        made = cluster.random(count)
-        for by_name in made:
-            for name, g in by_name.items():
-                if kind == "ties":
-                    by_name[name] = (g * 2).round() / 2
-                elif kind == "zeros":
-                    by_name[name] = torch.where(g > 1.5, g, 0.0)
-                elif kind == "constant":
-                    by_name[name] = torch.full_like(g, -0.25)
-                elif kind == "tiny":
-                    by_name[name] = g * 1e-41
-                else:
-                    by_name[name] = g * 2e37
-        return made
-
     shapes = {"row": (3, 128), "odd": (4, 131)}
     if axis == 0:
         shapes = {"columns": (40, 8), "odd": (40, 11)}
+    gradients = adversarial(kind, tiny=lambda count: 1e-41, huge=2e37)
     compare(kernels, adtopk(0.1, axis=axis, values="fp16"), gradients, shapes=shapes)
 
 
@@ -291,23 +295,8 @@ def test_momentum_of_giant_rows(kernels, monkeypatch, kind):
 def test_momentum_of_adversarial_values(kernels, kind):
     """Tiny values become 0 in fp16: nothing was sent there, so that nothing is masked."""
 
-    def gradients(cluster, count):
-        made = cluster.random(count)
-        for by_name in made:
-            for name, g in by_name.items():
-                if kind == "ties":
-                    by_name[name] = (g * 2).round() / 2
-                elif kind == "zeros":
-                    by_name[name] = torch.where(g > 1.5, g, 0.0)
-                elif kind == "constant":
-                    by_name[name] = torch.full_like(g, -0.25)
-                elif kind == "tiny":
-                    by_name[name] = g * (1e-41 if count else 3e-8)
-                else:
-                    by_name[name] = g * 2e36
-        return made
-
     shapes = {"row": (3, 128), "odd": (4, 131)}
+    gradients = adversarial(kind, tiny=lambda count: 1e-41 if count else 3e-8, huge=2e36)
     compare(kernels, corrected_rows(0.1, values="fp16"), gradients, shapes=shapes)
 
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from thinwire.kernels.cuda.launch import has_kernels
 from thinwire.kernels.cuda.pack import BLOCK, PackKernels
-from thinwire.layout import Shard, Slot, SlotKind
+from thinwire.layout import BucketLayout, Shard, Slot, SlotKind
 from thinwire.memory.account import Account
 from thinwire.memory.store import Binding, FlatStore, let_go
-from thinwire.plan.groups import SLOT_ALIGNMENT, Group
+from thinwire.plan.groups import Group
 
 logger = logging.getLogger(__name__)
 
@@ -260,16 +260,16 @@ def kernels_agree(packing: Packing, device: torch.device) -> bool:
     One compiler was seen to write four codes past the end of a slot. A memory with wrong codes would show nowhere, so that
     looking, once per process, is worth its milliseconds.
     """
-    slots, offset = [], 0
-    for size in PROBED_SIZES:
-        slots.append(Slot(str(offset), (size,), (1,), offset, SlotKind.OTHER, Shard((size,))))
-        offset += -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-    group = Group(tuple(slots), tuple(slots), offset, torch.float32, device)
-    flat = torch.randn(offset, generator=torch.Generator().manual_seed(0)).to(device)
+    slots = [
+        Slot(str(which), (size,), (1,), 0, SlotKind.OTHER, Shard((size,)))
+        for which, size in enumerate(PROBED_SIZES)
+    ]
+    group = Group.of(BucketLayout((), 0, torch.float32, device), slots, torch.float32)
+    flat = torch.randn(group.numel, generator=torch.Generator().manual_seed(0)).to(device)
     blocks = Blocks(PROBED_SIZES, device)
     results = []
     for kernels in (PackKernels(group, packing.codes), None):
-        codes = torch.zeros(offset, dtype=packing.codes, device=device)
+        codes = torch.zeros(group.numel, dtype=packing.codes, device=device)
         exponents = torch.zeros(blocks.total, dtype=torch.int8, device=device)
         values = torch.zeros_like(flat)
         if kernels is not None:

@@ -12,11 +12,12 @@ import functools
 import hashlib
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from thinwire.observe.files import write_bytes
 
 OPTIONS = ("--std=c++17",)
 KERNEL = re.compile(r'extern "C" __global__[^;{]*?\bvoid (\w+)\(')
@@ -69,12 +70,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def _write(file: Path, binary: bytes) -> None:
-    """All of it or nothing: the ranks of a host write the same file at the same moment."""
-    try:
+    """The ranks of a host write the same file at the same moment."""
+    with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            unfinished = Path(folder, file.name)
-            unfinished.write_bytes(binary)
-            unfinished.replace(file)
-    except OSError:
-        return
+        write_bytes(file, binary)
