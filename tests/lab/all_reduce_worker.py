@@ -14,8 +14,9 @@ dist.init_process_group("gloo")
 values = torch.full((int(sys.argv[1]) * 1_000_000 // 4,), float(dist.get_rank() + 1))
 before = read_own_counters()
 dist.all_reduce(values)
-sent = read_own_counters() - before
+# A rank has its sum while its own last bytes still wait in the socket; the barrier comes after them.
 dist.barrier()
+sent = read_own_counters() - before
 print(f"sum {values[0].item():g} sent {sent.tx_payload}", flush=True)
 # gloo's threads can abort while the interpreter shuts down.
 os._exit(0)

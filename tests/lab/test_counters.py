@@ -15,13 +15,20 @@ def test_payload_is_bytes_less_one_header_per_packet() -> None:
     assert (counters.tx_payload, counters.rx_payload) == (66_000, 0)
 
 
+def test_what_tcp_sent_again_is_no_payload() -> None:
+    packets = 10
+    counters = Counters(tx_bytes=packets * 1514, tx_packets=packets, resent_packets=3)
+    assert counters.tx_payload == 7 * 1448
+
+
 def test_traffic_is_the_difference_of_two_readings(tmp_path: Path) -> None:
     def reading(count: int) -> Traffic:
-        counters = Counters(count * 1000, count, count * 2000, count)
+        counters = Counters(count * 10_000, count, count * 2000, count, resent_packets=count)
         return Traffic((HostTraffic("host1", "10.64.0.1", 10**9, counters, counters),))
 
     rows = (reading(5) - reading(2)).as_rows()
-    assert rows[0]["tx_bytes"] == 3000
+    assert rows[0]["tx_bytes"] == 30_000
+    assert rows[0]["resent_packets"] == 3
     assert rows[0]["rx_payload"] == 6000 - 3 * 66
     assert rows[0]["rate"] == "1gbit"
     write_json(tmp_path / "counters.json", rows, exit_code=0)

@@ -140,8 +140,11 @@ def measure(trainer: Trainer, in_lab: bool, trace: Path | None) -> dict[str, Any
         torch.cuda.reset_peak_memory_stats(device)
     pace = trainer.warm_up()
     count = max(LEAST_STEPS, min(cell.steps, int(cell.seconds / max(pace, 1e-6))))
+    # A rank ends a step while its own last bytes still wait in the socket; a barrier comes after them.
+    dist.barrier()
     link, ledger = _link_bytes(in_lab), _ledger_bytes(trainer)
     times = trainer.time_steps(trainer.step, count)
+    dist.barrier()
     mine: dict[str, Any] = {
         "times": times,
         "link_bytes": _per_step(_link_bytes(in_lab), link, count),

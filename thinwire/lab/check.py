@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from thinwire.errors import UsageError
-from thinwire.lab.counters import ETHERNET_HEADER, IP_TCP_HEADERS
+from thinwire.lab.counters import ETHERNET_HEADER, IP_TCP_HEADERS, LINK_MTU
 from thinwire.lab.lab import Lab
 from thinwire.lab.processes import start_in_namespace, stop_processes
 from thinwire.lab.rates import format_rate
@@ -21,7 +21,6 @@ from thinwire.lab.topology import Host, LabSpec, Topology
 TOLERANCE = 0.05
 SECONDS = 0.8
 WARMUP_S = 0.3
-LINK_MTU = 1500
 LOOPBACK_MTU = 65536
 TOGETHER = ", all at once"
 

@@ -87,6 +87,11 @@ def open_namespace(name: str) -> Iterator[Any]:
         link.close()
 
 
+def enter_namespace(name: str) -> None:
+    """Move the calling thread, and no other, into an existing namespace."""
+    _pyroute2().netns.setns(name, flags=0)
+
+
 def interface_index(link: Any, name: str) -> int:
     """Return the index of an interface that exists."""
     return int(link.link_lookup(ifname=name)[0])

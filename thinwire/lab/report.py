@@ -12,7 +12,8 @@ def traffic_table(traffic: Traffic) -> Table:
     """Return one line per host in MB: what crossed its link, with and without packet headers."""
     table = Table(title="what crossed each host's link, in MB, and what stayed inside the host")
     table.add_column("host")
-    for column in ("sent", "payload", "packets", "received", "payload", "packets", "inside"):
+    sending = ("sent", "payload", "packets", "resent")
+    for column in (*sending, "received", "payload", "packets", "inside"):
         table.add_column(column, justify="right")
     for host in traffic.hosts:
         link = host.link
@@ -21,6 +22,7 @@ def traffic_table(traffic: Traffic) -> Table:
             _megabytes(link.tx_bytes),
             _megabytes(link.tx_payload),
             f"{link.tx_packets:,}",
+            f"{link.resent_packets:,}",
             _megabytes(link.rx_bytes),
             _megabytes(link.rx_payload),
             f"{link.rx_packets:,}",
