@@ -106,6 +106,7 @@ class Socket:
         self._layouts.clear()
         self._watch = LeftoverWatch([parameter for parameter, _ in described.values()], handle)
 
+    @torch.compiler.disable
     def hook(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
         if self.handle.closed:
             return self._plain_mean(bucket.buffer())
@@ -178,6 +179,7 @@ class LeftoverWatch:
             self._remover = smallest.register_hook(lambda _: self._look(reference()))
             handle.on_close(self._remover.remove)
 
+    @torch.compiler.disable
     def _look(self, parameter: nn.Parameter | None) -> None:
         if self._averaged and parameter is not None and parameter.grad is not None:
             self._leftover = bool(parameter.grad.any())

@@ -106,6 +106,7 @@ class DistributedOptimizer(Optimizer):
         return removers
 
     def _hook_of(self, buffer: FusionBuffer, index: int) -> Callable[[Tensor], None]:
+        @torch.compiler.disable
         def on_gradient(parameter: Tensor) -> None:
             self._enter_backward()
             if self._pass.synchronising:
@@ -124,6 +125,7 @@ class DistributedOptimizer(Optimizer):
             self._pass.tasks.add(task)
             Variable._execution_engine.queue_callback(self._end_backward)
 
+    @torch.compiler.disable
     def _end_backward(self) -> None:
         """Reentrant checkpointing runs backwards inside a backward, each with its own end: wait for the outermost, or
         for the last gradient."""
@@ -159,6 +161,7 @@ class DistributedOptimizer(Optimizer):
 
     # -- the Horovod face --------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def synchronize(self) -> None:
         """Gradients are final when backward returns, so there is nothing to wait for.
 
