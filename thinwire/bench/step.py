@@ -13,7 +13,7 @@ from typing import Any
 from thinwire.bench.anchors import GLOO_POWERSGD
 from thinwire.bench.rows import Row, RowBook, make_failed_row, make_row
 from thinwire.bench.step_cell import StepCell
-from thinwire.bench.step_places import Attempt, Place, trace_prefix
+from thinwire.bench.step_places import TIME_UP, Attempt, Place, trace_prefix
 from thinwire.observe.provenance import describe_origin
 
 TIMEOUT_S = 300.0
@@ -62,10 +62,9 @@ def run_cell(
     """(the cell's row, whether it ran out of time)."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="thinwire-step-") as folder:
-        order, answer = Path(folder, "cell.json"), Path(folder, "result.json")
-        order.write_text(json.dumps(cell.to_dict()))
-        command = [sys.executable, "-m", "thinwire.bench.step_worker", str(order), str(answer)]
-        command += [place.name]
+        answer = Path(folder, "result.json")
+        command = [sys.executable, "-m", "thinwire.bench.step_worker"]
+        command += [json.dumps(cell.to_dict()), str(answer), place.name]
         command += [trace_prefix(trace.resolve(), cell)] if trace is not None else []
         attempt = place.run(cell, command, timeout_s)
         result: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
@@ -74,12 +73,14 @@ def run_cell(
         return make_row(cell, place.name, result, seconds), False
     origin = result.get("origin") or describe_origin()
     row = make_failed_row(cell, place.name, origin, seconds, explain(cell, attempt))
-    return row, attempt.exit_code == 124
+    return row, attempt.exit_code == TIME_UP
 
 
 def explain(cell: StepCell, attempt: Attempt) -> str:
     """Why a cell failed: the known reason, or the last thing its worst rank said."""
-    broke_off = attempt.exit_code < 0 or attempt.exit_code >= 124 or "Timed out" in attempt.output
+    broke_off = (
+        attempt.exit_code < 0 or attempt.exit_code >= TIME_UP or "Timed out" in attempt.output
+    )
     if cell.method == "ddp-powersgd" and cell.backend == "gloo" and broke_off:
         return f"{GLOO_POWERSGD}: {attempt.reason}"
     lines = [line.strip() for line in attempt.output.splitlines() if line.strip()]

@@ -17,6 +17,10 @@ ANY_RATE = "any"
 """The rate of what sends nothing: the link does not matter."""
 LOCAL = "local"
 """The rate of plain processes on this machine, without a lab."""
+CLUSTER = "cluster"
+"""The rate of the network that a launcher's machines have."""
+UNRATED = {ANY_RATE: "any link", LOCAL: "local processes", CLUSTER: "this cluster"}
+"""What is no number, and its name for people."""
 
 KEY = (
     "model",
@@ -66,7 +70,7 @@ class StepCell:
         check_positive_number("seconds", self.seconds)
         check_choice("device", self.device, ("cpu", "cuda"))
         check_choice("amp", self.amp, ("none", "bf16"))
-        if self.rate not in (ANY_RATE, LOCAL):
+        if self.rate not in UNRATED:
             parse_rate(self.rate)
         if self.bucket_mb is not None and not self.bucket_mb >= 0:
             raise UsageError(f"bucket_mb is {self.bucket_mb!r}; it must be 0 or more")
@@ -87,7 +91,7 @@ class StepCell:
         extras += [f"density {self.density:g}"] if self.density is not None else []
         extras += [f"rank {self.rank}"] if self.rank is not None else []
         extras += [f"buckets {self.bucket_mb:g} MB"] if self.bucket_mb is not None else []
-        rate = {ANY_RATE: "any link", LOCAL: "local processes"}.get(self.rate, self.rate)
+        rate = UNRATED.get(self.rate, self.rate)
         return f"{self.model}, {self.method}, {rate} ({', '.join(extras)})"
 
 
@@ -107,7 +111,7 @@ def plan_cell(
     built = build_step_method(method, density, rank)
     if method in RATE_FREE:
         rate = ANY_RATE
-    elif rate not in (LOCAL, ANY_RATE):
+    elif rate not in UNRATED:
         rate = format_rate(parse_rate(rate))
     return StepCell(
         model=model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,8 @@ from thinwire.bench.models import MODELS
 from thinwire.bench.plots import draw_plots
 from thinwire.bench.rows import RowBook
 from thinwire.bench.step import TIMEOUT_S, run_cells
-from thinwire.bench.step_cell import LOCAL, StepCell, plan_grid
+from thinwire.bench.step_cell import CLUSTER, LOCAL, StepCell, plan_grid
+from thinwire.bench.step_cluster import ClusterPlace
 from thinwire.bench.step_places import LabPlace, LocalPlace, Place, why_no_lab
 from thinwire.bench.step_report import step_table
 from thinwire.bench.step_suite import NETWORKS, find_suite, missing_methods
@@ -24,7 +26,11 @@ from thinwire.errors import UsageError
 from thinwire.lab.mps import CONTROL
 from thinwire.lab.rates import parse_rate
 from thinwire.observe.tables import make_console
+from thinwire.recipes.clusters import HostsFile, Interface, PrintLaunch, check_alone, show_script
+from thinwire.recipes.launch import is_worker_already
 from thinwire.validate import check_choice
+
+DEFAULT_WORKERS = "4"
 
 _Model = Annotated[
     str | None,
@@ -34,7 +40,9 @@ _Methods = Annotated[str, typer.Option(help="Names of methods and anchors, with 
 _Rates = Annotated[
     str | None, typer.Option(help="Link rates, with commas: 10gbit,1gbit. Needs root.")
 ]
-_Workers = Annotated[str, typer.Option(help="Numbers of workers, with commas.")]
+_Workers = Annotated[
+    str | None, typer.Option(help="Numbers of workers, with commas; 4 unless a launcher decides.")
+]
 _Anchors = Annotated[
     bool, typer.Option("--anchors/--no-anchors", help=f"Measure {', '.join(ANCHORS)} as well.")
 ]
@@ -62,10 +70,11 @@ _Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="Draw the rows 
 
 
 def bench_step(
+    context: typer.Context,
     model: _Model = None,
     methods: _Methods = "dense,topk,adtopk",
     rates: _Rates = None,
-    workers: _Workers = "4",
+    workers: _Workers = None,
     anchors: _Anchors = True,
     device: _Device = "auto",
     amp: _Amp = "none",
@@ -82,6 +91,9 @@ def bench_step(
     suite: _Suite = None,
     retry_failed: _Retry = False,
     plots: _Plots = True,
+    print_launch: PrintLaunch = None,
+    hosts: HostsFile = None,
+    interface: Interface = None,
     dry_run: DryRun = False,
 ) -> None:
     """Measure a training step: model x method x link rate x workers.
@@ -90,23 +102,25 @@ def bench_step(
 
     Every row is measured in fresh processes and saved at once; rows that
     are in the folder already are skipped. With rates the workers are the
-    hosts of an emulated cluster (needs root).
+    hosts of an emulated cluster (needs root). Started by torchrun or a
+    script of --print-launch, it measures on the machines it was started on.
     """
     where = find_device(device)
-    asked = find_rates(rates, suite)
-    place, sentence = choose_place(asked, where)
-    if sentence:
-        typer.echo(sentence, err=True)
-        asked = []
+    counts = count_workers(workers)
+    if print_launch is not None or is_worker_already():
+        asked = cluster_rates(rates)
+    else:
+        check_alone(hosts, interface)
+        asked = possible_rates(rates, suite)
     shared = {"device": where, "amp": amp, "steps": steps, "seconds": seconds}
     if suite is not None:
-        cells = _plan_suite(suite, model, asked, workers, shared)
+        cells = _plan_suite(suite, model, asked, counts, shared)
     else:
         cells = plan_grid(
             models=split(model) or ["small"],
             methods=[*(ANCHORS if anchors else ()), *split(methods)],
             rates=asked,
-            workers=whole_numbers("workers", workers),
+            workers=counts,
             batch=batch,
             length=length,
             density=density,
@@ -114,12 +128,18 @@ def bench_step(
             bucket_mb=bucket_mb,
             **shared,
         )
+    if print_launch is not None:
+        show_script(print_launch, context.find_root().obj, hosts, interface, counts[0])
+        return
     book = RowBook(out)
     if dry_run:
         new = [cell.describe() for cell in cells if not book.has(cell, retry_failed=retry_failed)]
         show_plan(new, f"{where}, beside what is in {out} already")
         return
-    with place:
+    with choose_place(asked, where) as place:
+        if isinstance(place, ClusterPlace) and place.rank:
+            place.follow()
+            return
         run_cells(cells, book, place, timeout_s=timeout, trace=trace, retry_failed=retry_failed)
     _show_rows(book, plots)
 
@@ -137,7 +157,7 @@ def _plan_suite(
     name: str,
     model: str | None,
     rates: list[str],
-    workers: str,
+    workers: list[int],
     shared: dict[str, Any],
 ) -> list[StepCell]:
     plan = find_suite(name)
@@ -145,18 +165,54 @@ def _plan_suite(
         typer.echo(
             f"left out, because thinwire does not have it yet: {', '.join(missing)}", err=True
         )
-    counts = whole_numbers("workers", workers)
-    return plan(model=model, rates=rates or [LOCAL], workers=max(counts), **shared)
+    cells = plan(model=model, rates=rates or [LOCAL], workers=max(workers), **shared)
+    if rates == [CLUSTER]:
+        # A launcher has started so many and no fewer.
+        return [cell for cell in cells if cell.workers == max(workers)]
+    return cells
 
 
-def choose_place(rates: list[str], device: str) -> tuple[Place, str]:
-    """A lab where rates are asked for and can be had; else plain processes, and why if rates were asked for."""
+def choose_place(rates: list[str], device: str) -> Place:
+    """Where the cells run; rates are asked for only where they can be had."""
     if not rates:
-        return LocalPlace(), ""
-    reason = why_no_lab()
-    if reason is not None:
-        return LocalPlace(), reason
-    return LabPlace(mps=device == "cuda" and shutil.which(CONTROL) is not None), ""
+        return LocalPlace()
+    if rates == [CLUSTER]:
+        return ClusterPlace()
+    return LabPlace(mps=device == "cuda" and shutil.which(CONTROL) is not None)
+
+
+def count_workers(asked: str | None) -> list[int]:
+    """The numbers of workers: those asked for, or as many as a launcher has started."""
+    counts = whole_numbers("workers", asked or DEFAULT_WORKERS)
+    if not counts:
+        raise UsageError(f"workers is {asked!r}; it must be whole numbers, with commas")
+    if not is_worker_already():
+        return counts
+    world = int(os.environ["WORLD_SIZE"])
+    if asked is not None and counts != [world]:
+        raise UsageError(
+            f"workers is {asked}, but {world} were started already (WORLD_SIZE); leave --workers out"
+        )
+    return [world]
+
+
+def cluster_rates(asked: str | None) -> list[str]:
+    """On machines that are there already the network is what it is."""
+    if asked is not None:
+        raise UsageError(
+            f"rates is {asked!r}, but a launcher's machines have a network of their own; leave --rates out"
+        )
+    return [CLUSTER]
+
+
+def possible_rates(asked: str | None, suite: str | None) -> list[str]:
+    """The rates asked for, none if they cannot be had here, with a sentence that says why."""
+    rates = find_rates(asked, suite)
+    reason = why_no_lab() if rates else None
+    if reason is None:
+        return rates
+    typer.echo(reason, err=True)
+    return []
 
 
 def find_device(name: str) -> str:

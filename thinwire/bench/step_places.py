@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,9 @@ from thinwire.lab.processes import stop_processes
 
 GRACE_S = 3.0
 KEPT_CHARACTERS = 4000
+TIME_UP = 124
+"""The exit code that `timeout` has made customary."""
+CANCELLED = 125
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class LocalPlace(Place):
     name = "local"
 
     def run(self, cell: StepCell, command: Sequence[str], timeout_s: float) -> Attempt:
-        port = str(_free_port())
+        port = str(free_port())
         processes: list[subprocess.Popen[bytes]] = []
         with ExitStack() as stack:
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(cell.workers)]
@@ -118,7 +121,7 @@ class LocalPlace(Place):
                     start_new_session=True,
                 )
                 processes.append(process)
-            return _wait(processes, files, timeout_s)
+            return wait_for(processes, files, timeout_s)
 
 
 def local_environment(cell: StepCell, rank: int, port: str) -> dict[str, str]:
@@ -140,22 +143,27 @@ def local_environment(cell: StepCell, rank: int, port: str) -> dict[str, str]:
     return {**tuning, **os.environ, **placement, **identity}
 
 
-def _wait(
-    processes: Sequence[subprocess.Popen[bytes]], files: Sequence[IO[bytes]], timeout_s: float
+def wait_for(
+    processes: Sequence[subprocess.Popen[bytes]],
+    files: Sequence[IO[bytes]],
+    timeout_s: float,
+    first_rank: int = 0,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> Attempt:
-    """Wait until all have ended, one has failed, or time is up."""
+    """Wait until all have ended, one has failed, time is up, or it is cancelled."""
     deadline = time.monotonic() + timeout_s
     while True:
         codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
+        for index, code in enumerate(codes):
             if code:
-                return Attempt(
-                    code, f"rank {rank} ended with exit code {code}.", _tail(files[rank])
-                )
+                reason = f"rank {first_rank + index} ended with exit code {code}."
+                return Attempt(code, reason, _tail(files[index]))
         if all(code == 0 for code in codes):
             return Attempt(0, "", "")
         if time.monotonic() > deadline:
-            return Attempt(124, f"time was up after {timeout_s:g} s.", _tail(files[0]))
+            return Attempt(TIME_UP, f"time was up after {timeout_s:g} s.", _tail(files[0]))
+        if cancelled():
+            return Attempt(CANCELLED, "another rank failed.", "")
         time.sleep(0.02)
 
 
@@ -164,9 +172,10 @@ def _tail(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 

@@ -1,6 +1,6 @@
 """One rank of one cell of the step benchmark: `python -m thinwire.bench.step_worker CELL RESULT PLACE [TRACE]`.
 
-CELL is read and RESULT written as JSON, by rank 0, as far as the run got; PLACE is "lab" or "local".
+CELL is JSON. RESULT is written as JSON, by rank 0, as far as the run got; PLACE is "lab", "local" or "cluster".
 
 1. Build model, data, DDP and method; warm up with at least two synchronising steps (DDP changes its buckets after
    the first).
@@ -242,7 +242,7 @@ def collective_timeout(cell: StepCell) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    cell = StepCell(**json.loads(Path(arguments[0]).read_text()))
+    cell = StepCell(**json.loads(arguments[0]))
     device = torch.device("cpu")
     if cell.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

@@ -13,7 +13,7 @@ def traffic_table(traffic: Traffic) -> Table:
     table = Table(title="what crossed each host's link, in MB, and what stayed inside the host")
     table.add_column("host")
     sending = ("sent", "payload", "packets", "resent")
-    for column in (*sending, "received", "payload", "packets", "inside"):
+    for column in (*sending, "received", "payload", "inside"):
         table.add_column(column, justify="right")
     for host in traffic.hosts:
         link = host.link
@@ -25,7 +25,6 @@ def traffic_table(traffic: Traffic) -> Table:
             f"{link.resent_packets:,}",
             _megabytes(link.rx_bytes),
             _megabytes(link.rx_payload),
-            f"{link.rx_packets:,}",
             _megabytes(host.inside.tx_bytes),
         )
     return table
