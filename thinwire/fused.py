@@ -7,7 +7,7 @@ kernels know.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +71,38 @@ def make_kernels(
     return FusedTopK(group, codec, gradient_dtype, world, correction)
 
 
+class FusedKernels(Protocol):
+    """What `FusedTopK` and `FusedThreshold` have in common: the kernels of one codec on one group."""
+
+    group: Group
+    codec: Codec
+    into_bucket: bool
+    every_slot: Tensor
+    used: Tensor
+    unused: Tensor
+    wrong: Tensor
+
+    def encode(
+        self,
+        bucket_flat: Tensor,
+        memory: Tensor,
+        ratio: Tensor | None,
+        momentum: Sequence[Tensor] = (),
+    ) -> Tensor: ...
+
+    def decode(self, gathered: Tensor, out: Tensor) -> None: ...
+
+    def give_back(
+        self,
+        memory: Tensor,
+        payload: Tensor,
+        used: Tensor,
+        flag: Tensor,
+        of_used: bool,
+        momentum: Sequence[Tensor] = (),
+    ) -> None: ...
+
+
 class FusedAccount(Account):
     """What was sent is known by its payload alone; taking it back costs a look at a flag unless it has to be done.
 
@@ -81,9 +113,9 @@ class FusedAccount(Account):
         self,
         c: Tensor,
         bindings: Sequence[Binding],
-        kernels: FusedTopK,
+        kernels: FusedKernels,
         payload: Tensor,
-        momentum: Sequence[Any] = (),
+        momentum: Sequence[Tensor] = (),
     ) -> None:
         super().__init__(c)
         self.bindings = bindings
@@ -131,7 +163,7 @@ class FusedAccount(Account):
 
 
 def open_fused(
-    kernels: FusedTopK,
+    kernels: FusedKernels,
     memory: MemoryState,
     bucket_flat: Tensor,
     scale: Tensor | None,
@@ -139,8 +171,9 @@ def open_fused(
 ) -> tuple[FusedAccount, Program[Outcome]]:
     """Select and encode now; the program gathers, decodes and delivers."""
     bindings = [memory.stores["residual"].bind(kernels.group)]
-    momentum: Sequence[Any] = ()
+    momentum: Sequence[Tensor] = ()
     if isinstance(memory, MomentumState):
+        assert isinstance(kernels, FusedTopK)
         u = memory.stores["momentum"].bind(kernels.group)
         bindings.append(u)
         momentum = kernels.open_momentum(u.lift(), u.retarget(scale))
@@ -151,7 +184,7 @@ def open_fused(
 
 
 def _exchange(
-    kernels: FusedTopK, account: FusedAccount, bucket_flat: Tensor, place: Place
+    kernels: FusedKernels, account: FusedAccount, bucket_flat: Tensor, place: Place
 ) -> Program[Outcome]:
     """AllGatherFast's steps 2 to 4; slots no rank had a gradient for get no update and their entries return to memory."""
     if place.world > 1:

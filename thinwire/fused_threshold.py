@@ -206,7 +206,7 @@ def open_threshold(
 ) -> tuple[FusedAccount, Program[Outcome]]:
     """As `open_fused`; the program also lets the selection learn from all headers."""
     turn.aim(kernels.group, kernels.board)
-    account, program = open_fused(kernels, memory, bucket_flat, scale, place)  # type: ignore[arg-type]
+    account, program = open_fused(kernels, memory, bucket_flat, scale, place)
     return account, _learn(kernels, turn, program, place)
 
 

@@ -33,7 +33,8 @@ MOST_AT_ONCE = 1 << 30
 """Elements of a bucket in one launch."""
 MOMENTUM_NAMES = ("u", "kept", "u_ratio")
 BUCKET, MEMORY, PAYLOAD, RATIO = map(Varying, ("bucket", "memory", "payload", "ratio"))
-GATHERED, OUT, STRIDE, FLAG = map(Varying, ("gathered", "out", "stride", "flag"))
+GATHERED, OUT, STRIDE = map(Varying, ("gathered", "out", "stride"))
+USED, FLAG = map(Varying, ("used", "flag"))
 
 
 @dataclass(frozen=True)
@@ -199,13 +200,12 @@ class FusedTopK:
 
     def _give_back_site(self, of_used: bool) -> Site:
         rows = self.tables.all_rows
-        used = Varying("used")
         return self._memory_site(
             "settle.cu",
             "give_back",
             min(LOOK_BLOCKS, -(-len(rows) // ROW_WARPS)),
             WARP * ROW_WARPS,
-            [MEMORY, PAYLOAD, rows, used, FLAG, len(rows), int(of_used)],
+            [MEMORY, PAYLOAD, rows, USED, FLAG, len(rows), int(of_used)],
         )
 
     # -- one step ---------------------------------------------------------------------------------------------

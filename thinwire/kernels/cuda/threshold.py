@@ -5,7 +5,7 @@ References: `Residual`, `ThresholdSession`, `Codec` and `AllGatherFast` chained 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,21 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ExchangeError
-from thinwire.kernels.cuda.fused import FLOAT_CODES, LOOK_BLOCKS, ROW_WARPS
-from thinwire.kernels.cuda.launch import Compiler, compile_with_nvrtc
+from thinwire.kernels.cuda.fused import (
+    BUCKET,
+    FLAG,
+    FLOAT_CODES,
+    GATHERED,
+    LOOK_BLOCKS,
+    MEMORY,
+    OUT,
+    PAYLOAD,
+    RATIO,
+    ROW_WARPS,
+    STRIDE,
+    USED,
+)
+from thinwire.kernels.cuda.launch import Compiler, Kernel, Site, compile_with_nvrtc
 from thinwire.kernels.cuda.tables import BINS, PIECE, WARP, index_places
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import FIXED_WORDS, SLOT_WORDS, Codec
@@ -125,51 +138,78 @@ class FusedThreshold:
         """bool []: something was wrong in that step; some slot had no gradient."""
         self._header = on_device(codec.fixed_header()[:FIXED_WORDS], group.device)
 
-    def _launch(self, file: str, name: str, blocks: int, threads: int, args: list[Any]) -> None:
-        defines = self._defines if file != "decode_counted.cu" else (*self._defines, ("FIBRES", 1))
-        self.compiler(file, name, defines)((blocks, 1, 1), (threads, 1, 1), args)
+        self._encode_sites = list(self._make_encode_sites())
+        self._decode_sites = list(self._make_decode_sites())
+        self._give_back_sites = {
+            of_used: self._give_back_site(of_used) for of_used in (True, False)
+        }
+
+    def _make_encode_sites(self) -> Iterator[Site]:
+        """The steps of encode_threshold.cu."""
+        b, aims = self.board, self._aims
+        chunks, slots = len(b.chunks), len(b.slots)
+        lists = [b.list_bits, b.list_index]
+        file = "encode_threshold.cu"
+
+        def site(name: str, blocks: int, threads: int, args: list[Any]) -> Site:
+            return Site(self.compiler(file, name, self._defines), blocks, threads, args)
+
+        def decide(again: int) -> Site:
+            known = [MEMORY, PAYLOAD, aims, self._header, b.slots, b.sections, b.list_bits]
+            found = [b.histograms, b.thresholds, b.tolerance, b.flag, again]
+            return site("decide", slots, BINS, [*known, *found])
+
+        read = [BUCKET, MEMORY, PAYLOAD, aims, b.chunks, b.thresholds, RATIO]
+        yield site("collect", chunks, THREADS, [*read, b.slots, b.sections, *lists])
+        yield decide(again=0)
+        few = min(LOOK_BLOCKS, chunks)
+        held = [MEMORY, aims, b.chunks, b.slots]
+        yield site("recount", few, THREADS, [*held, b.histograms, b.flag, chunks])
+        yield site("rebound", slots, BINS, [b.slots, b.histograms, b.flag])
+        yield site("recollect", few, THREADS, [*held, b.sections, *lists, b.flag, chunks])
+        yield decide(again=1)
+        warps = -(-chunks // ROW_WARPS)
+        sent = [MEMORY, PAYLOAD, aims, b.chunks, b.slots, b.sections, *lists, b.flag, chunks]
+        yield site("send_lists", warps, WARP * ROW_WARPS, sent)
+
+    def _decoder(self, name: str) -> Kernel:
+        return self.compiler("decode_counted.cu", name, (*self._defines, ("FIBRES", 1)))
+
+    def _make_decode_sites(self) -> Iterator[Site]:
+        b, slots = self.board, len(self._aims)
+        verdict = [self.used, self._status]
+        read = [GATHERED, self._header, self._aims, *verdict, b.world, STRIDE, slots]
+        yield Site(self._decoder("read_counts"), 1, THREADS, read)
+        written = [GATHERED, OUT, self._aims, b.pieces, *verdict, b.share, b.world, STRIDE]
+        bucket = int(self.into_bucket)
+        yield Site(self._decoder("decode_counted"), len(b.pieces), THREADS, [*written, bucket])
+
+    def _give_back_site(self, of_used: bool) -> Site:
+        most = max(rows.keep for rows in self.codec.table.rows)
+        blocks = min(LOOK_BLOCKS, -(-most // THREADS))
+        args = [MEMORY, PAYLOAD, self._aims, USED, FLAG, len(self._aims), int(of_used)]
+        return Site(self._decoder("give_back_counted"), blocks, THREADS, args)
+
+    # -- one step ---------------------------------------------------------------------------------------------
 
     def encode(
         self,
         bucket_flat: Tensor,
         memory: Tensor,
         ratio: Tensor | None,
-        momentum: Sequence[Any] = (),
+        momentum: Sequence[Tensor] = (),
     ) -> Tensor:
-        """The payload; `memory` (the residual times `ratio`, plus the gradient) keeps what is not in it.
-
-        The steps of encode_threshold.cu.
-        """
+        """The payload; `memory` (the residual times `ratio`, plus the gradient) keeps what is not in it."""
         assert not momentum
-        b, aims = self.board, self._aims
         payload = torch.zeros(self.codec.nbytes, dtype=torch.uint8, device=memory.device)
-        scale = b.one if ratio is None else ratio
-        chunks, slots = len(b.chunks), len(b.slots)
-        lists = [b.list_bits, b.list_index]
-
-        def launch(name: str, blocks: int, threads: int, args: list[Any]) -> None:
-            self._launch("encode_threshold.cu", name, blocks, threads, args)
-
-        def decide(again: int) -> None:
-            known = [memory, payload, aims, self._header, b.slots, b.sections, b.list_bits]
-            found = [b.histograms, b.thresholds, b.tolerance, b.flag, again]
-            launch("decide", slots, BINS, [*known, *found])
-
-        read = [bucket_flat, memory, payload, aims, b.chunks, b.thresholds, scale]
-        launch("collect", chunks, THREADS, [*read, b.slots, b.sections, *lists])
-        decide(again=0)
-        few = min(LOOK_BLOCKS, chunks)
-        held = [memory, aims, b.chunks, b.slots]
-        launch("recount", few, THREADS, [*held, b.histograms, b.flag, chunks])
-        launch("rebound", slots, BINS, [b.slots, b.histograms, b.flag])
-        launch("recollect", few, THREADS, [*held, b.sections, *lists, b.flag, chunks])
-        decide(again=1)
-        launch(
-            "send_lists",
-            -(-chunks // ROW_WARPS),
-            WARP * ROW_WARPS,
-            [memory, payload, aims, b.chunks, b.slots, b.sections, *lists, b.flag, chunks],
-        )
+        values = {
+            "bucket": bucket_flat,
+            "memory": memory,
+            "payload": payload,
+            "ratio": self.board.one if ratio is None else ratio,
+        }
+        for site in self._encode_sites:
+            site.launch(values)
         return payload
 
     def take_slot_words(self) -> tuple[Tensor, Tensor]:
@@ -183,21 +223,16 @@ class FusedThreshold:
 
     def decode(self, gathered: Tensor, out: Tensor) -> None:
         """Write the mean of all ranks' entries to `out` (bucket or group layout); sets `used`, `unused` and `wrong`."""
-        b, slots = self.board, len(self._aims)
-        sizes = [b.world, gathered.stride(0)]
-        verdict = [self.used, self._status]
-        args = [gathered, self._header, self._aims, *verdict, *sizes, slots]
-        self._launch("decode_counted.cu", "read_counts", 1, THREADS, args)
+        values: dict[str, Tensor | int] = {
+            "gathered": gathered,
+            "out": out,
+            "stride": gathered.stride(0),
+        }
+        for site in self._decode_sites:
+            site.launch(values)
         words = gathered.view(torch.int32)[:, FIXED_WORDS : self.codec.header_words]
-        self._slot_words = words.unflatten(1, (slots, SLOT_WORDS + self.codec.note_words))
-        args = [gathered, out, self._aims, b.pieces, *verdict, b.share, *sizes]
-        self._launch(
-            "decode_counted.cu",
-            "decode_counted",
-            len(b.pieces),
-            THREADS,
-            [*args, int(self.into_bucket)],
-        )
+        per_slot = SLOT_WORDS + self.codec.note_words
+        self._slot_words = words.unflatten(1, (len(self._aims), per_slot))
 
     def give_back(
         self,
@@ -206,14 +241,12 @@ class FusedThreshold:
         used: Tensor,
         flag: Tensor,
         of_used: bool,
-        momentum: Sequence[Any] = (),
+        momentum: Sequence[Tensor] = (),
     ) -> None:
         """If the flag (a byte) is up: the payload's entries of the used (or of the unused) slots return to memory."""
         assert not momentum
-        most = max(rows.keep for rows in self.codec.table.rows)
-        blocks = min(LOOK_BLOCKS, -(-most // THREADS))
-        args = [memory, payload, self._aims, used, flag, len(self._aims), int(of_used)]
-        self._launch("decode_counted.cu", "give_back_counted", blocks, THREADS, args)
+        values = {"memory": memory, "payload": payload, "used": used, "flag": flag}
+        self._give_back_sites[of_used].launch(values)
 
 
 def on_device(table: Tensor, device: torch.device) -> Tensor:
