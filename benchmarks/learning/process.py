@@ -178,14 +178,10 @@ class Sentences(logging.Handler):
 
 def train_cell(order: Order, loaded: dict[str, Any], pipe: Connection) -> dict[str, Any]:
     """One run on the recipes' own loop; its row, with all that tells where it comes from, and how long its parts took."""
-    import torch
-
-    from thinwire.methods.registry import find_preset
     from thinwire.observe.provenance import describe_origin
-    from thinwire.recipes.checkpoints import Checkpoints
+    from thinwire.recipes.assembly import make_trainer
     from thinwire.recipes.device import choose_device, prefer_determinism
     from thinwire.recipes.job import build_job
-    from thinwire.recipes.loop import Run, Trainer, count_steps_per_epoch
     from thinwire.recipes.parallel import join
     from thinwire.recipes.simulated import SimulatedReplica
 
@@ -196,22 +192,10 @@ def train_cell(order: Order, loaded: dict[str, Any], pipe: Connection) -> dict[s
     prefer_determinism(job.running.deterministic)
     task, data = load_data(job, device, loaded)
     workers = join(job.running, device)
-    steps_per_epoch = count_steps_per_epoch(data.train, cell.training, workers.world)
-    lr = cell.training.lr * find_preset(cell.method).lr_scale
-    run = Run(
-        label=order.key,
-        method_name=cell.method,
-        method=cell.build_method(steps_per_epoch),
-        training=replace(cell.training, lr=lr),
-        stop_after=job.running.steps,
-        about=cell.about,
-    )
     pulse, sentences = Pulse(order, pipe, began), Sentences()
     logger = logging.getLogger("thinwire.adapters")
     logger.addHandler(sentences)
-    torch.manual_seed(cell.training.seed)
-    model = task.build(data.kind, job.source.tiny)
-    trainer = Trainer(run, model, data, workers, pulse, Checkpoints(Path(), workers, None))
+    trainer = make_trainer(job, replace(cell, label=order.key), task, data, workers, pulse)
     pulse.watch(trainer)
     try:
         row = trainer.train()
@@ -224,7 +208,7 @@ def train_cell(order: Order, loaded: dict[str, Any], pipe: Connection) -> dict[s
     entry = {
         **row.to_dict(),
         "epochs": epochs,
-        "steps_per_epoch": steps_per_epoch,
+        "steps_per_epoch": trainer.steps_per_epoch,
         "graph": replica.simulation.graphed,
         "about": about,
         "origin": describe_origin(),

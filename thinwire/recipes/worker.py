@@ -20,20 +20,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from thinwire.errors import UsageError
-from thinwire.methods.registry import find_preset
 from thinwire.observe.files import write_text
 from thinwire.observe.ledger import Line, ledger_lines, write_lines
 from thinwire.observe.metrics import METRICS_FILE, MetricsLog, NoMetrics, Record
 from thinwire.observe.results import Row
+from thinwire.recipes.assembly import make_trainer
 from thinwire.recipes.checkpoints import Checkpoints, State
 from thinwire.recipes.device import choose_device, prefer_determinism
 from thinwire.recipes.examples import Data
 from thinwire.recipes.job import Cell, Job, difference_but_steps, read_job
-from thinwire.recipes.loop import Run, Trainer, count_steps_per_epoch
+from thinwire.recipes.loop import Trainer
 from thinwire.recipes.parallel import Workers, join
 from thinwire.recipes.report import find_finished, save_row
 from thinwire.recipes.tasks import Task
@@ -92,24 +91,9 @@ def run_cell(
     job: Job, cell: Cell, task: Task, data: Data, workers: Workers, log: MetricsLog
 ) -> tuple[Row, list[Line]]:
     """Train or only test one cell; returns its row and this process's traffic."""
-    lr = cell.training.lr * find_preset(cell.method).lr_scale
-    steps_per_epoch = count_steps_per_epoch(data.train, cell.training, workers.world)
-    run = Run(
-        label=cell.label,
-        method_name=cell.method,
-        method=cell.build_method(steps_per_epoch),
-        training=replace(cell.training, lr=lr),
-        stop_after=job.running.steps,
-        deterministic=job.running.deterministic,
-        about=cell.about,
-    )
-    folder = job.out / "checkpoints" / cell.label
-    checkpoints = Checkpoints(folder, workers, job.running.checkpoint_every)
-    torch.manual_seed(cell.training.seed)
-    model = task.build(data.kind, job.source.tiny)
-    trainer = Trainer(run, model, data, workers, log, checkpoints)
+    trainer = make_trainer(job, cell, task, data, workers, log)
     if job.resume:
-        restore(trainer, find_state(job, cell, checkpoints))
+        restore(trainer, find_state(job, cell, trainer.checkpoints))
     row = trainer.judge() if job.evaluate else trainer.train()
     lines = [
         line
