@@ -16,7 +16,7 @@ from thinwire.bench.plots import draw_plots, split_step
 from thinwire.bench.rows import COLUMNS, RowBook, make_failed_row, read_rows
 from thinwire.bench.step import explain, run_cells
 from thinwire.bench.step_cell import StepCell, plan_cell, plan_grid
-from thinwire.bench.step_command import bench_step, choose_place
+from thinwire.bench.step_command import bench_step, choose_place, possible_rates
 from thinwire.bench.step_places import Attempt, LocalPlace, Place
 from thinwire.bench.step_suite import (
     ACPSGD_METHODS,
@@ -203,11 +203,15 @@ def test_a_dry_run_shows_what_is_not_measured_yet(tmp_path: Path) -> None:
     ]
 
 
-def test_without_root_rates_become_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_rates_become_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    place, sentence = choose_place(["10gbit"], "cpu")
-    assert isinstance(place, LocalPlace) and "need root" in sentence
-    assert choose_place([], "cpu")[1] == ""
+    assert possible_rates(None, None) == []
+    assert capsys.readouterr().err == ""
+    assert possible_rates("10gbit", None) == []
+    assert "need root" in capsys.readouterr().err
+    assert isinstance(choose_place([], "cpu"), LocalPlace)
 
 
 def test_the_script_begins_with_what_matters_most(monkeypatch: pytest.MonkeyPatch) -> None:
