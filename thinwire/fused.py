@@ -7,7 +7,6 @@ kernels know.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +15,9 @@ from thinwire.exchange import requests
 from thinwire.exchange.base import Exchange, Outcome
 from thinwire.exchange.gather import AllGatherFast
 from thinwire.exchange.requests import Place, Program
-from thinwire.kernels.cuda.fused import FLOAT_CODES, Correction, FusedTopK
+from thinwire.kernels.cuda.fused import Correction, FusedTopK
 from thinwire.kernels.cuda.launch import has_kernels
+from thinwire.kernels.cuda.prepared import FLOAT_CODES, PreparedKernels
 from thinwire.memory.account import Account
 from thinwire.memory.base import MemoryState
 from thinwire.memory.momentum import MomentumState
@@ -71,38 +71,6 @@ def make_kernels(
     return FusedTopK(group, codec, gradient_dtype, world, correction)
 
 
-class FusedKernels(Protocol):
-    """What `FusedTopK` and `FusedThreshold` have in common: the kernels of one codec on one group."""
-
-    group: Group
-    codec: Codec
-    into_bucket: bool
-    every_slot: Tensor
-    used: Tensor
-    unused: Tensor
-    wrong: Tensor
-
-    def encode(
-        self,
-        bucket_flat: Tensor,
-        memory: Tensor,
-        ratio: Tensor | None,
-        momentum: Sequence[Tensor] = (),
-    ) -> Tensor: ...
-
-    def decode(self, gathered: Tensor, out: Tensor) -> None: ...
-
-    def give_back(
-        self,
-        memory: Tensor,
-        payload: Tensor,
-        used: Tensor,
-        flag: Tensor,
-        of_used: bool,
-        momentum: Sequence[Tensor] = (),
-    ) -> None: ...
-
-
 class FusedAccount(Account):
     """What was sent is known by its payload alone; taking it back costs a look at a flag unless it has to be done.
 
@@ -113,7 +81,7 @@ class FusedAccount(Account):
         self,
         c: Tensor,
         bindings: Sequence[Binding],
-        kernels: FusedKernels,
+        kernels: PreparedKernels,
         payload: Tensor,
         momentum: Sequence[Tensor] = (),
     ) -> None:
@@ -163,7 +131,7 @@ class FusedAccount(Account):
 
 
 def open_fused(
-    kernels: FusedKernels,
+    kernels: PreparedKernels,
     memory: MemoryState,
     bucket_flat: Tensor,
     scale: Tensor | None,
@@ -184,7 +152,7 @@ def open_fused(
 
 
 def _exchange(
-    kernels: FusedKernels, account: FusedAccount, bucket_flat: Tensor, place: Place
+    kernels: PreparedKernels, account: FusedAccount, bucket_flat: Tensor, place: Place
 ) -> Program[Outcome]:
     """AllGatherFast's steps 2 to 4; slots no rank had a gradient for get no update and their entries return to memory."""
     if place.world > 1:

@@ -8,8 +8,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cuda.fused import FLOAT_CODES, look, poison
+from thinwire.kernels.cuda.fused import look, poison
 from thinwire.kernels.cuda.launch import has_kernels
+from thinwire.kernels.cuda.prepared import FLOAT_CODES
 from thinwire.kernels.exact_topk import has_triton
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Flags

@@ -14,27 +14,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cuda.launch import Compiler, Kernel, Site, Varying, compile_with_nvrtc
+from thinwire.kernels.cuda.launch import Site, Varying
+from thinwire.kernels.cuda.prepared import (
+    BUCKET,
+    FLAG,
+    FLOAT_CODES,
+    GATHERED,
+    LOOK_BLOCKS,
+    MEMORY,
+    MOMENTUM_NAMES,
+    OUT,
+    PAYLOAD,
+    RATIO,
+    ROW_WARPS,
+    STRIDE,
+    USED,
+    PreparedKernels,
+)
 from thinwire.kernels.cuda.tables import BINS, WARP, Tables, make_tables
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Codec
-from thinwire.wire.fixed import PackedCode
 
-FLOAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ROW_WARPS = 4
-"""Rows per block where one warp has a whole row."""
 TILE_THREADS = 1024
 PIECE_THREADS = 256
 COUNT_THREADS = 512
 HEADER_THREADS = 256
-LOOK_BLOCKS = 256
-"""Blocks of a kernel that usually only looks at a flag."""
 MOST_AT_ONCE = 1 << 30
 """Elements of a bucket in one launch."""
-MOMENTUM_NAMES = ("u", "kept", "u_ratio")
-BUCKET, MEMORY, PAYLOAD, RATIO = map(Varying, ("bucket", "memory", "payload", "ratio"))
-GATHERED, OUT, STRIDE = map(Varying, ("gathered", "out", "stride"))
-USED, FLAG = map(Varying, ("used", "flag"))
 
 
 @dataclass(frozen=True)
@@ -56,10 +62,8 @@ class Correction:
         return [*map(Varying, MOMENTUM_NAMES), bits]
 
 
-class FusedTopK:
-    """The kernels of one codec on one group; buffers that shapes fix are made once."""
-
-    compiler: Compiler = staticmethod(compile_with_nvrtc)
+class FusedTopK(PreparedKernels):
+    """Exact top-k, with the memory or the momentum that `correction` says."""
 
     def __init__(
         self,
@@ -69,36 +73,31 @@ class FusedTopK:
         world: int,
         correction: Correction | None = None,
     ) -> None:
-        self.codec = codec
-        self.group = group
+        super().__init__(group, codec, gradient_dtype, world)
         self.tables: Tables = make_tables(group, codec)
-        self.world = world
-        self.into_bucket = gradient_dtype == torch.float32
-        """Whether decoding writes the bucket itself; a narrower one needs the exact update for its rounding."""
-        values = getattr(codec.values, "dtype", torch.float32)
-        self._defines = (
-            ("VALUE_CODE", FLOAT_CODES[values]),
-            ("GRADIENT_CODE", FLOAT_CODES[gradient_dtype]),
-            ("PACKED", int(isinstance(codec.indices, PackedCode))),
-        )
         self._correction = correction
-        self._one = torch.ones(1, device=group.device)
-        self._share = torch.full((1,), 1 / world, device=group.device)
-        slots = len(codec.table.rows)
-        self.every_slot = torch.ones(slots, dtype=torch.uint8, device=group.device)
-        self.used = torch.zeros(slots, dtype=torch.uint8, device=group.device)
-        """uint8 [slots]: anybody had a gradient in the last step that was decoded."""
-        self._status = torch.zeros(2, dtype=torch.bool, device=group.device)
-        self.wrong, self.unused = self._status.unbind()
-        """bool []: something was wrong in that step; some slot had no gradient."""
-        self._encode_sites = [*self._row_sites(), *self._tile_sites(), *self._giant_sites()]
-        self._decode_sites = [self._header_site(), *self._decode_row_sites()]
-        self._give_back_sites = {
-            of_used: self._give_back_site(of_used) for of_used in (True, False)
-        }
+        self._prepare()
 
-    def _kernel(self, file: str, name: str, **more: int) -> Kernel:
-        return self.compiler(file, name, (*self._defines, *more.items()))
+    def _new_payload(self) -> Tensor:
+        return self.tables.template.clone()
+
+    def open_momentum(self, u: Tensor, ratio: Tensor | None) -> list[Tensor]:
+        """What `encode` and `give_back` of one step need to know of a momentum that is to be multiplied with `ratio` first."""
+        assert self._correction is not None
+        entries = self.codec.table.entries if self._correction.masking else 0
+        kept = torch.empty(entries, device=u.device)
+        return [u, kept, self._one if ratio is None else ratio]
+
+    # -- the launches -----------------------------------------------------------------------------------------
+
+    def _encode_sites(self) -> Iterator[Site]:
+        yield from self._row_sites()
+        yield from self._tile_sites()
+        yield from self._giant_sites()
+
+    def _decode_sites(self) -> Iterator[Site]:
+        yield self._header_site()
+        yield from self._decode_row_sites()
 
     def _memory_site(
         self,
@@ -207,64 +206,6 @@ class FusedTopK:
             WARP * ROW_WARPS,
             [MEMORY, PAYLOAD, rows, USED, FLAG, len(rows), int(of_used)],
         )
-
-    # -- one step ---------------------------------------------------------------------------------------------
-
-    def open_momentum(self, u: Tensor, ratio: Tensor | None) -> list[Tensor]:
-        """What `encode` and `give_back` of one step need to know of a momentum that is to be multiplied with `ratio` first."""
-        assert self._correction is not None
-        entries = self.codec.table.entries if self._correction.masking else 0
-        kept = torch.empty(entries, device=u.device)
-        return [u, kept, self._one if ratio is None else ratio]
-
-    def encode(
-        self,
-        bucket_flat: Tensor,
-        memory: Tensor,
-        ratio: Tensor | None,
-        momentum: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """The payload; `memory` (the residual times `ratio`, plus the gradient or momentum) keeps what is not in it."""
-        payload = self.tables.template.clone()
-        values = {
-            "bucket": bucket_flat,
-            "memory": memory,
-            "payload": payload,
-            "ratio": self._one if ratio is None else ratio,
-            **dict(zip(MOMENTUM_NAMES, momentum, strict=False)),
-        }
-        for site in self._encode_sites:
-            site.launch(values)
-        return payload
-
-    def decode(self, gathered: Tensor, out: Tensor) -> None:
-        """Write the mean of all ranks' entries to `out` (bucket or group layout); sets `used`, `unused` and `wrong`."""
-        values: dict[str, Tensor | int] = {
-            "gathered": gathered,
-            "out": out,
-            "stride": gathered.stride(0),
-        }
-        for site in self._decode_sites:
-            site.launch(values)
-
-    def give_back(
-        self,
-        memory: Tensor,
-        payload: Tensor,
-        used: Tensor,
-        flag: Tensor,
-        of_used: bool,
-        momentum: Sequence[Tensor] = (),
-    ) -> None:
-        """If the flag (a byte) is up: the payload's entries of the used (or of the unused) slots return to memory."""
-        values = {
-            "memory": memory,
-            "payload": payload,
-            "used": used,
-            "flag": flag,
-            **dict(zip(MOMENTUM_NAMES, momentum, strict=False)),
-        }
-        self._give_back_sites[of_used].launch(values)
 
 
 def poison(bucket_flat: Tensor, bad: Tensor) -> None:

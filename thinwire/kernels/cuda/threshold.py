@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ExchangeError
-from thinwire.kernels.cuda.fused import (
+from thinwire.kernels.cuda.launch import Site
+from thinwire.kernels.cuda.prepared import (
     BUCKET,
     FLAG,
-    FLOAT_CODES,
     GATHERED,
     LOOK_BLOCKS,
     MEMORY,
@@ -26,14 +26,14 @@ from thinwire.kernels.cuda.fused import (
     ROW_WARPS,
     STRIDE,
     USED,
+    PreparedKernels,
 )
-from thinwire.kernels.cuda.launch import Compiler, Kernel, Site, compile_with_nvrtc
 from thinwire.kernels.cuda.tables import BINS, PIECE, WARP, index_places
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import FIXED_WORDS, SLOT_WORDS, Codec
-from thinwire.wire.fixed import PackedCode
 from thinwire.wire.floats import FloatCode
 
+DECODE = "decode_counted.cu"
 THREADS = 256
 CHUNK = 8192
 """Elements that one block collects from."""
@@ -96,16 +96,11 @@ class Board:
         self.threshold_views = list(self.thresholds.unbind())
         """0-dimensional, one per slot: what a session holds as the threshold of a parameter."""
         self.world = world
-        self.one = torch.ones(1, device=device)
-        self.share = torch.full((1,), 1 / world, device=device)
         self.tolerance = torch.full((1,), tolerance, device=device)
-        self.every_slot = torch.ones(len(slots), dtype=torch.uint8, device=device)
 
 
-class FusedThreshold:
-    """The kernels of one codec on one group, every slot of which is one row."""
-
-    compiler: Compiler = staticmethod(compile_with_nvrtc)
+class FusedThreshold(PreparedKernels):
+    """Selection by a threshold; every slot is one row, and there is no momentum."""
 
     def __init__(
         self,
@@ -115,36 +110,20 @@ class FusedThreshold:
         goals: Sequence[Goal],
         gradient_dtype: torch.dtype,
     ) -> None:
-        self.group = group
-        self.codec = codec
+        super().__init__(group, codec, gradient_dtype, board.world, NOTE_WORDS=codec.note_words)
         self.board = board
-        self.every_slot = board.every_slot
-        self.into_bucket = gradient_dtype == torch.float32
-        """Whether decoding writes the bucket itself; a narrower one needs the exact update for its rounding."""
-        assert isinstance(codec.values, FloatCode)
-        self._defines = (
-            ("VALUE_CODE", FLOAT_CODES[codec.values.dtype]),
-            ("GRADIENT_CODE", FLOAT_CODES[gradient_dtype]),
-            ("PACKED", int(isinstance(codec.indices, PackedCode))),
-            ("NOTE_WORDS", codec.note_words),
-        )
         aims = torch.tensor(describe(group, codec, goals), dtype=torch.int64)
         self._aims = on_device(aims, group.device)
         self._slot_words: Tensor | None = None
-        self.used = torch.zeros(len(goals), dtype=torch.uint8, device=group.device)
-        """uint8 [slots]: anybody had a gradient in the last step that was decoded."""
-        self._status = torch.zeros(2, dtype=torch.bool, device=group.device)
-        self.wrong, self.unused = self._status.unbind()
-        """bool []: something was wrong in that step; some slot had no gradient."""
         self._header = on_device(codec.fixed_header()[:FIXED_WORDS], group.device)
+        self._prepare()
 
-        self._encode_sites = list(self._make_encode_sites())
-        self._decode_sites = list(self._make_decode_sites())
-        self._give_back_sites = {
-            of_used: self._give_back_site(of_used) for of_used in (True, False)
-        }
+    def _new_payload(self) -> Tensor:
+        return torch.zeros(self.codec.nbytes, dtype=torch.uint8, device=self.group.device)
 
-    def _make_encode_sites(self) -> Iterator[Site]:
+    # -- the launches -----------------------------------------------------------------------------------------
+
+    def _encode_sites(self) -> Iterator[Site]:
         """The steps of encode_threshold.cu."""
         b, aims = self.board, self._aims
         chunks, slots = len(b.chunks), len(b.slots)
@@ -152,7 +131,7 @@ class FusedThreshold:
         file = "encode_threshold.cu"
 
         def site(name: str, blocks: int, threads: int, args: list[Any]) -> Site:
-            return Site(self.compiler(file, name, self._defines), blocks, threads, args)
+            return Site(self._kernel(file, name), blocks, threads, args)
 
         def decide(again: int) -> Site:
             known = [MEMORY, PAYLOAD, aims, self._header, b.slots, b.sections, b.list_bits]
@@ -172,45 +151,33 @@ class FusedThreshold:
         sent = [MEMORY, PAYLOAD, aims, b.chunks, b.slots, b.sections, *lists, b.flag, chunks]
         yield site("send_lists", warps, WARP * ROW_WARPS, sent)
 
-    def _decoder(self, name: str) -> Kernel:
-        return self.compiler("decode_counted.cu", name, (*self._defines, ("FIBRES", 1)))
-
-    def _make_decode_sites(self) -> Iterator[Site]:
+    def _decode_sites(self) -> Iterator[Site]:
         b, slots = self.board, len(self._aims)
         verdict = [self.used, self._status]
-        read = [GATHERED, self._header, self._aims, *verdict, b.world, STRIDE, slots]
-        yield Site(self._decoder("read_counts"), 1, THREADS, read)
-        written = [GATHERED, OUT, self._aims, b.pieces, *verdict, b.share, b.world, STRIDE]
+        read = [GATHERED, self._header, self._aims, *verdict, self.world, STRIDE, slots]
+        yield Site(self._kernel(DECODE, "read_counts", FIBRES=1), 1, THREADS, read)
+        written = [GATHERED, OUT, self._aims, b.pieces, *verdict, self._share, self.world, STRIDE]
         bucket = int(self.into_bucket)
-        yield Site(self._decoder("decode_counted"), len(b.pieces), THREADS, [*written, bucket])
+        yield Site(
+            self._kernel(DECODE, "decode_counted", FIBRES=1),
+            len(b.pieces),
+            THREADS,
+            [*written, bucket],
+        )
 
     def _give_back_site(self, of_used: bool) -> Site:
         most = max(rows.keep for rows in self.codec.table.rows)
         blocks = min(LOOK_BLOCKS, -(-most // THREADS))
         args = [MEMORY, PAYLOAD, self._aims, USED, FLAG, len(self._aims), int(of_used)]
-        return Site(self._decoder("give_back_counted"), blocks, THREADS, args)
+        return Site(self._kernel(DECODE, "give_back_counted", FIBRES=1), blocks, THREADS, args)
 
     # -- one step ---------------------------------------------------------------------------------------------
 
-    def encode(
-        self,
-        bucket_flat: Tensor,
-        memory: Tensor,
-        ratio: Tensor | None,
-        momentum: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """The payload; `memory` (the residual times `ratio`, plus the gradient) keeps what is not in it."""
-        assert not momentum
-        payload = torch.zeros(self.codec.nbytes, dtype=torch.uint8, device=memory.device)
-        values = {
-            "bucket": bucket_flat,
-            "memory": memory,
-            "payload": payload,
-            "ratio": self.board.one if ratio is None else ratio,
-        }
-        for site in self._encode_sites:
-            site.launch(values)
-        return payload
+    def decode(self, gathered: Tensor, out: Tensor) -> None:
+        super().decode(gathered, out)
+        words = gathered.view(torch.int32)[:, FIXED_WORDS : self.codec.header_words]
+        per_slot = SLOT_WORDS + self.codec.note_words
+        self._slot_words = words.unflatten(1, (len(self._aims), per_slot))
 
     def take_slot_words(self) -> tuple[Tensor, Tensor]:
         """What all ranks said of each slot in the headers just read, once.
@@ -220,33 +187,6 @@ class FusedThreshold:
         words, self._slot_words = self._slot_words, None
         assert words is not None
         return words[..., 0], words[..., SLOT_WORDS:].view(torch.float32)
-
-    def decode(self, gathered: Tensor, out: Tensor) -> None:
-        """Write the mean of all ranks' entries to `out` (bucket or group layout); sets `used`, `unused` and `wrong`."""
-        values: dict[str, Tensor | int] = {
-            "gathered": gathered,
-            "out": out,
-            "stride": gathered.stride(0),
-        }
-        for site in self._decode_sites:
-            site.launch(values)
-        words = gathered.view(torch.int32)[:, FIXED_WORDS : self.codec.header_words]
-        per_slot = SLOT_WORDS + self.codec.note_words
-        self._slot_words = words.unflatten(1, (len(self._aims), per_slot))
-
-    def give_back(
-        self,
-        memory: Tensor,
-        payload: Tensor,
-        used: Tensor,
-        flag: Tensor,
-        of_used: bool,
-        momentum: Sequence[Tensor] = (),
-    ) -> None:
-        """If the flag (a byte) is up: the payload's entries of the used (or of the unused) slots return to memory."""
-        assert not momentum
-        values = {"memory": memory, "payload": payload, "used": used, "flag": flag}
-        self._give_back_sites[of_used].launch(values)
 
 
 def on_device(table: Tensor, device: torch.device) -> Tensor:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cuda.fused import FLOAT_CODES
 from thinwire.kernels.cuda.launch import Compiler, Kernel, compile_with_nvrtc, has_kernels
+from thinwire.kernels.cuda.prepared import FLOAT_CODES
 
 logger = logging.getLogger(__name__)
 
