@@ -186,6 +186,8 @@ def test_overrides_are_plain_values_or_text() -> None:
         {"run": {"device": "cpu"}},
         {"run": {"graph": True}},
     ]
+    as_in_a_file = parse_override('method.memory={kind = "Residual"}')
+    assert as_in_a_file == parse_override("method.memory.kind=Residual")
 
 
 def test_the_fragments_of_dgc() -> None:

@@ -12,6 +12,7 @@ A later file, then a later option, replaces single fields of an earlier one.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 from collections.abc import Iterable, Mapping
@@ -94,7 +95,7 @@ def check_sections(content: Mapping[str, Any], where: str) -> None:
 
 
 def parse_override(text: str) -> Settings:
-    """'training.lr=0.1' as settings; the value as in JSON or Python, or else the text as it is."""
+    """'training.lr=0.1' as settings; the value as in JSON, Python or TOML, or else the text as it is."""
     name, found, value = text.partition("=")
     path = name.strip().split(".")
     if not found or len(path) < 2 or not all(path):
@@ -103,13 +104,22 @@ def parse_override(text: str) -> Settings:
         raise UsageError(
             f"set is {text!r}; {path[0]} is no section, there are {', '.join(SECTIONS)}{hint(path[0], SECTIONS)}"
         )
-    try:
-        nested: Any = json.loads(value)
-    except ValueError:
-        nested = PYTHON_WORDS.get(value.strip(), value.strip())
+    nested = parse_value(value.strip())
     for key in reversed(path):
         nested = {key: nested}
     return dict(nested)
+
+
+def parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    if text.startswith(("[", "{")):
+        # As it would stand in a file.
+        with contextlib.suppress(ValueError):
+            return parse_toml(f"value = {text}")["value"]
+    return PYTHON_WORDS.get(text, text)
 
 
 def compose(layers: Iterable[Mapping[str, Any]]) -> Settings:
