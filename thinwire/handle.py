@@ -22,6 +22,7 @@ from thinwire.layout import ParameterInfo, Shard
 from thinwire.methods.base import Method
 from thinwire.observe.ledger import Ledger
 from thinwire.observe.stats import Stats, Tally
+from thinwire.opaque import opaque
 from thinwire.optim import Takeover
 from thinwire.pipeline import Pipeline
 from thinwire.plan.planner import Planner
@@ -109,6 +110,7 @@ class Handle:
     def world(self) -> int:
         return self.pipeline.driver.place.world
 
+    @opaque
     def stats(self, *, dimensions: bool = False) -> Stats:
         """What was sent so far on this rank.
 
@@ -130,6 +132,7 @@ class Handle:
         }
         return PlanReport(tuple(a.plan for a in assignments.values()), notes)
 
+    @opaque
     def residual(self, name: str) -> Tensor:
         """What is held back of a parameter on this rank, in its shape; zeros if nothing is.
 
@@ -158,6 +161,7 @@ class Handle:
 
     # -- changing it -------------------------------------------------------------------------------------------
 
+    @opaque
     def switch(self, method: Method, *, policy: Sequence[Rule] | None = None) -> None:
         """Use another method from the next step on; every rank must call it at the same step.
 
@@ -173,6 +177,7 @@ class Handle:
         self._join_hosts()
         self.pipeline.switch(plan)
 
+    @opaque
     def discard_step(self) -> None:
         """Say that the last step was not applied: what it sent returns to memory.
 
@@ -180,6 +185,7 @@ class Handle:
         """
         self.pipeline.settle(discard=True)
 
+    @opaque
     def close(self) -> None:
         """Stop compressing and free the memories; gradients are then averaged densely.
 
@@ -207,11 +213,13 @@ class Handle:
 
     # -- saving it ---------------------------------------------------------------------------------------------
 
+    @opaque
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain tensors and numbers, by parameter name."""
         self.pipeline.settle()
         return checkpoint.wrap_rank(self.rank, self.world, self.pipeline.state_dict())
 
+    @opaque
     def load_state_dict(
         self,
         state: Mapping[str, Any] | Sequence[Mapping[str, Any]],

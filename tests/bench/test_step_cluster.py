@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.step_rows import fake_row
+from thinwire.bench.rows import add_noop
+from thinwire.bench.step_cell import ANY_RATE, CLUSTER, LOCAL, plan_cell
 from thinwire.bench.step_command import cluster_rates, count_workers
 from thinwire.errors import UsageError
 
@@ -19,7 +22,7 @@ def test_workers_of_torchrun_measure_together(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     launcher += ["--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
     command = ["-m", "thinwire", "bench", "step", "--model", MODELS, "--methods", "adtopk"]
-    command += ["--no-anchors", "--steps", "3", "--seconds", "1", "--no-plots", "--device", "cpu"]
+    command += ["--no-anchors", "--steps", "3", "--seconds", "1", "--device", "cpu"]
     done = subprocess.run(
         [sys.executable, *launcher, *command, "--out", str(tmp_path)],
         capture_output=True,
@@ -31,14 +34,35 @@ def test_workers_of_torchrun_measure_together(tmp_path: Path) -> None:
     assert failed["status"] == "failed" and "this model cannot be built" in failed["note"]
     assert measured["status"] == "ok" and measured["replicas_identical"]
     assert {measured["place"], measured["rate"]} == {"cluster"} and measured["workers"] == 2
+    assert (tmp_path / "where_a_step_goes.png").exists()
     assert done.stdout.count("rows: ") == 1, "only rank 0 speaks"
+
+
+def test_another_machines_noop_is_not_the_clusters() -> None:
+    own, cluster = (plan_cell("small", "noop", rate=rate) for rate in (LOCAL, CLUSTER))
+    assert (own.rate, cluster.rate) == (ANY_RATE, CLUSTER)
+    rows = [
+        fake_row(plan_cell("small", method, rate=rate), ms)
+        for method, rate, ms in (
+            ("noop", LOCAL, 1.0),
+            ("noop", CLUSTER, 2.0),
+            ("ddp", CLUSTER, 6.0),
+        )
+    ]
+    assert [row["ratio_noop"] for row in add_noop(rows)] == [1.0, 1.0, 3.0]
 
 
 def test_a_launcher_decides_about_workers_and_network(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_workers(None) == [4]
     assert count_workers("2,8") == [2, 8]
+    with pytest.raises(UsageError, match="workers is ''; it must be whole numbers"):
+        count_workers("")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(UsageError, match="MASTER_ADDR is not set, but RANK and WORLD_SIZE are"):
+        count_workers(None)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     assert count_workers(None) == count_workers("6") == [6]
     with pytest.raises(UsageError, match="workers is 2,8, but 6 were started already"):
         count_workers("2,8")

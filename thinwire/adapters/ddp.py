@@ -21,6 +21,7 @@ from thinwire.exchange.drivers import fail
 from thinwire.handle import Handle, check_settings
 from thinwire.layout import Bucket, BucketLayout, ParameterInfo, describe_module
 from thinwire.methods.base import Method
+from thinwire.opaque import opaque
 from thinwire.optim import take_over
 from thinwire.plan.policy import Rule
 
@@ -106,7 +107,7 @@ class Socket:
         self._layouts.clear()
         self._watch = LeftoverWatch([parameter for parameter, _ in described.values()], handle)
 
-    @torch.compiler.disable
+    @opaque
     def hook(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
         if self.handle.closed:
             return self._plain_mean(bucket.buffer())
@@ -179,7 +180,7 @@ class LeftoverWatch:
             self._remover = smallest.register_hook(lambda _: self._look(reference()))
             handle.on_close(self._remover.remove)
 
-    @torch.compiler.disable
+    @opaque
     def _look(self, parameter: nn.Parameter | None) -> None:
         if self._averaged and parameter is not None and parameter.grad is not None:
             self._leftover = bool(parameter.grad.any())

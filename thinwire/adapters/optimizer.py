@@ -21,6 +21,7 @@ from thinwire.exchange.network import broadcast_into
 from thinwire.handle import Handle
 from thinwire.layout import ParameterInfo, describe_module, describe_parameters
 from thinwire.methods.base import Method
+from thinwire.opaque import in_compiled_backward, opaque
 from thinwire.optim import take_over
 from thinwire.plan.policy import Rule
 from thinwire.validate import check_bool, check_instance, check_positive_int
@@ -106,7 +107,7 @@ class DistributedOptimizer(Optimizer):
         return removers
 
     def _hook_of(self, buffer: FusionBuffer, index: int) -> Callable[[Tensor], None]:
-        @torch.compiler.disable
+        @opaque
         def on_gradient(parameter: Tensor) -> None:
             self._enter_backward()
             if self._pass.synchronising:
@@ -119,13 +120,14 @@ class DistributedOptimizer(Optimizer):
         """On the first gradient of a backward, ask to be called at its end."""
         task = torch._C._current_graph_task_id()
         if not self._pass.tasks:
+            self._refuse_compiled_autograd()
             last = self._passes + 1 >= self.backward_passes_per_step
             self._pass.begin(synchronising=last)
         if task not in self._pass.tasks:
             self._pass.tasks.add(task)
             Variable._execution_engine.queue_callback(self._end_backward)
 
-    @torch.compiler.disable
+    @opaque
     def _end_backward(self) -> None:
         """Reentrant checkpointing runs backwards inside a backward, each with its own end: wait for the outermost, or
         for the last gradient."""
@@ -151,6 +153,14 @@ class DistributedOptimizer(Optimizer):
             parameter.grad.copy_(slot.view(update))
             self._delivered[parameter] = parameter.grad
 
+    def _refuse_compiled_autograd(self) -> None:
+        """It drops what is asked for at the end of a backward, so that gradients would be averaged after clipping, or never."""
+        if in_compiled_backward():
+            raise UsageError(
+                "torch._dynamo.config.compiled_autograd is on, under which nobody is told when a backward ends; "
+                "switch it off, torch.compile itself may stay"
+            )
+
     def _refuse_second_backward(self, parameter: nn.Parameter) -> None:
         """An averaged gradient that is still there would be compressed a second time."""
         if self._delivered.get(parameter) is parameter.grad and parameter.grad is not None:
@@ -161,7 +171,7 @@ class DistributedOptimizer(Optimizer):
 
     # -- the Horovod face --------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
+    @opaque
     def synchronize(self) -> None:
         """Gradients are final when backward returns, so there is nothing to wait for.
 

@@ -27,6 +27,7 @@ from thinwire.handle import Handle, check_settings
 from thinwire.layout import describe_module
 from thinwire.methods.base import Method
 from thinwire.observe.stats import Stats
+from thinwire.opaque import opaque
 from thinwire.optim import Takeover, take_over
 from thinwire.plan.policy import Rule
 from thinwire.plan.report import PlanReport
@@ -278,6 +279,7 @@ class Simulation:
             stack.collect(self._working)
 
     @torch.no_grad()
+    @opaque
     def exchange(self) -> None:
         """Exchange the workers' gradients; afterwards `p.grad` is the update that every worker would have."""
         if missing := [rank for rank in self.ranks if rank not in self._computed]:

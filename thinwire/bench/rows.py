@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.step_cell import KEY, StepCell
+from thinwire.bench.step_cell import CLUSTER, KEY, UNRATED, StepCell
 from thinwire.errors import UsageError
 from thinwire.lab.rates import parse_rate
 from thinwire.observe.files import write_text
@@ -140,18 +140,21 @@ def add_noop(rows: Sequence[Row]) -> list[Row]:
 
 
 def _group(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("model", "workers", "device", "amp", "batch", "length"))
+    names = ("model", "workers", "device", "amp", "batch", "length")
+    return (row["rate"] == CLUSTER, *(row[name] for name in names))
 
 
 def rate_bits(row: Row) -> int | None:
     """Bits per second of a row's link; None where it was not shaped."""
-    return None if row["rate"] in ("any", "local") else parse_rate(row["rate"])
+    return None if row["rate"] in UNRATED else parse_rate(row["rate"])
 
 
 class RowBook:
     """The rows of one output folder: `rows.json` and `rows.csv`, complete after every cell."""
 
     def __init__(self, folder: Path) -> None:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"out is '{folder}', which is no folder")
         self.folder = folder
         self.rows: list[Row] = read_rows(folder) if self._json.exists() else []
 

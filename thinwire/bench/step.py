@@ -44,7 +44,7 @@ def run_cells(
             say(f"{cell.describe()}: already measured")
             continue
         limit = timeout_s if deadline is None else min(timeout_s, deadline - time.monotonic())
-        if limit < LEAST_BUDGET_S:
+        if deadline is not None and limit < LEAST_BUDGET_S:
             say(f"{cell.describe()}: left for the next run, time is up")
             continue
         row, out_of_time = run_cell(cell, place, limit, trace)
@@ -63,7 +63,14 @@ def run_cell(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="thinwire-step-") as folder:
         answer = Path(folder, "result.json")
-        command = [sys.executable, "-m", "thinwire.bench.step_worker"]
+        # What a worker says last shall be why it ended.
+        command = [
+            sys.executable,
+            "-W",
+            "ignore::FutureWarning",
+            "-m",
+            "thinwire.bench.step_worker",
+        ]
         command += [json.dumps(cell.to_dict()), str(answer), place.name]
         command += [trace_prefix(trace.resolve(), cell)] if trace is not None else []
         attempt = place.run(cell, command, timeout_s)

@@ -109,7 +109,8 @@ def plan_cell(
     """A cell whose open settings are filled in: the model's own batch, the method's own density and rank."""
     spec = find_model(model)
     built = build_step_method(method, density, rank)
-    if method in RATE_FREE:
+    if method in RATE_FREE and rate != CLUSTER:
+        # A cluster's machines are others than this one.
         rate = ANY_RATE
     elif rate not in UNRATED:
         rate = format_rate(parse_rate(rate))

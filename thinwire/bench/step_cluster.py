@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from types import FrameType
-from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from thinwire.bench.step_cell import StepCell
@@ -73,10 +70,12 @@ class ClusterPlace(Place):
 
     def follow(self) -> None:
         """Start a worker for every order, until there are no more."""
-        while (text := self._wait_for(f"{self._orders}/order")) != "":
-            self._start(Order(**json.loads(text)))
-            self._orders += 1
-        self._store.add("left", 1)
+        try:
+            while (text := self._wait_for(f"{self._orders}/order")) != "":
+                self._start(Order(**json.loads(text)))
+                self._orders += 1
+        finally:
+            self._store.add("left", 1)
 
     def close(self) -> None:
         """Let the others go, and stay until they have: the store may live in this process."""
@@ -92,6 +91,8 @@ class ClusterPlace(Place):
         environment = {**os.environ, "MASTER_PORT": str(order.port)}
         # The workers' rank 0 makes a store at that port; torchrun's own is elsewhere.
         environment["TORCHELASTIC_USE_AGENT_STORE"] = str(False)
+        if int(environment.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
+            environment.setdefault("NCCL_HOSTID", f"rank{self.rank}")
         with tempfile.TemporaryFile() as output:
             worker = subprocess.Popen(
                 [sys.executable, *order.arguments],
@@ -101,9 +102,11 @@ class ClusterPlace(Place):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            with ended_with_us(worker):
+            try:
                 watch = FailureWatch(self._store, f"{self._orders}/failed")
                 end = wait_for([worker], [output], order.timeout_s, self.rank, watch.look)
+            finally:
+                stop_processes([worker], GRACE_S)
         if end.exit_code:
             watch.report()
         self._store.set(f"{self._orders}/end/{self.rank}", json.dumps(asdict(end)))
@@ -142,18 +145,3 @@ class FailureWatch:
             return False
         self._next_look = time.monotonic() + LOOK_S
         return bool(self._store.check([self._key]))
-
-
-@contextmanager
-def ended_with_us(worker: subprocess.Popen[bytes]) -> Iterator[None]:
-    """End the worker on leaving, also when a launcher asks this process to end."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        stop_processes([worker], GRACE_S)
-        signal.signal(signal.SIGTERM, before)

@@ -25,6 +25,7 @@ from thinwire.bench.step_suite import NETWORKS, find_suite, missing_methods
 from thinwire.errors import UsageError
 from thinwire.lab.mps import CONTROL
 from thinwire.lab.rates import parse_rate
+from thinwire.lab.signals import signals_as_exceptions
 from thinwire.observe.tables import make_console
 from thinwire.recipes.clusters import HostsFile, Interface, PrintLaunch, check_alone, show_script
 from thinwire.recipes.launch import is_worker_already
@@ -107,10 +108,14 @@ def bench_step(
     """
     where = find_device(device)
     counts = count_workers(workers)
-    if print_launch is not None or is_worker_already():
+    launched = is_worker_already()
+    if print_launch is None:
+        check_alone(hosts, interface)
+    elif len(counts) > 1:
+        raise UsageError(f"workers is {workers}; a launch script starts one number of them")
+    if print_launch is not None or launched:
         asked = cluster_rates(rates)
     else:
-        check_alone(hosts, interface)
         asked = possible_rates(rates, suite)
     shared = {"device": where, "amp": amp, "steps": steps, "seconds": seconds}
     if suite is not None:
@@ -132,11 +137,13 @@ def bench_step(
         show_script(print_launch, context.find_root().obj, hosts, interface, counts[0])
         return
     book = RowBook(out)
+    if dry_run and launched and os.environ["RANK"] != "0":
+        return
     if dry_run:
         new = [cell.describe() for cell in cells if not book.has(cell, retry_failed=retry_failed)]
         show_plan(new, f"{where}, beside what is in {out} already")
         return
-    with choose_place(asked, where) as place:
+    with signals_as_exceptions(), choose_place(asked, where) as place:
         if isinstance(place, ClusterPlace) and place.rank:
             place.follow()
             return
@@ -183,7 +190,7 @@ def choose_place(rates: list[str], device: str) -> Place:
 
 def count_workers(asked: str | None) -> list[int]:
     """The numbers of workers: those asked for, or as many as a launcher has started."""
-    counts = whole_numbers("workers", asked or DEFAULT_WORKERS)
+    counts = whole_numbers("workers", DEFAULT_WORKERS if asked is None else asked)
     if not counts:
         raise UsageError(f"workers is {asked!r}; it must be whole numbers, with commas")
     if not is_worker_already():

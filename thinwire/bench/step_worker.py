@@ -35,6 +35,7 @@ from thinwire.bench.step_cell import StepCell
 from thinwire.bench.trace import time_stations, write_trace
 from thinwire.handle import Handle
 from thinwire.lab.counters import read_own_counters
+from thinwire.lab.enter import die_with_parent
 from thinwire.observe.files import write_text
 from thinwire.observe.provenance import describe_origin
 from thinwire.observe.stations import DECODE, ENCODE, EXCHANGE
@@ -242,6 +243,7 @@ def collective_timeout(cell: StepCell) -> float:
 
 
 def main(arguments: list[str]) -> None:
+    die_with_parent()
     cell = StepCell(**json.loads(arguments[0]))
     device = torch.device("cpu")
     if cell.device == "cuda":

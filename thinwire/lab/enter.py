@@ -35,7 +35,7 @@ def main(namespace_file: str, hosts_file: str, parent: int, command: list[str]) 
         _check(libc.mount(b"none", b"/", None, MS_SLAVE_RECURSIVE, None), "unshare", "/")
         source = hosts_file.encode()
         _check(libc.mount(source, b"/etc/hosts", None, MS_BIND, None), "mount", hosts_file)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     if os.getppid() != parent:  # it was killed before the promise was made
         return EXIT_CANNOT_RUN
     try:
@@ -46,6 +46,11 @@ def main(namespace_file: str, hosts_file: str, parent: int, command: list[str]) 
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return EXIT_CANNOT_RUN
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the one that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _check(status: int, action: str, subject: str) -> None:

@@ -41,7 +41,14 @@ FOLLOW_SECONDS = 0.2
 
 def is_worker_already() -> bool:
     """Whether torchrun or its like has started this process as one of many."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return False
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise UsageError(
+                f"{name} is not set, but RANK and WORLD_SIZE are; start the command with torchrun, or unset them"
+            )
+    return True
 
 
 def launch(job: Job, listener: Callable[[Record], None]) -> list[Row]:
