@@ -27,6 +27,8 @@ RANK = 4
 WARMUP = (0.25, 0.063, 0.015, 0.004)
 """Densities of the first epochs, as far as they are above the one that follows."""
 WITHOUT_DENSITY = ("dense", "acpsgd")
+VARIANTS = {"adtopk+momentum": ("adtopk", {"memory": {"kind": "MomentumCorrection"}})}
+"""Name in the tables: a method, and what is another one in it; shows which part of a method makes a difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class Cell:
 
     task: str
     method: str
+    """Its name in the tables: one of thinwire's, or a variant of one."""
     density: float | None
     seed: int
     epochs: int
@@ -55,9 +58,10 @@ class Cell:
     ) -> dict[str, Any]:
         """As a file for `thinwire train` would say it; `steps` ends it early."""
         density = {} if self.density is None else {"density": self.density}
+        name, _ = VARIANTS.get(self.method, (self.method, {}))
         return {
             "task": {"name": self.task, **source},
-            "method": {"name": self.method, **density, **self.own},
+            "method": {"name": name, **density, **self.own},
             "training": {**self.training, "epochs": self.epochs, "seed": self.seed},
             "run": {
                 "simulate_workers": self.workers,
@@ -117,7 +121,8 @@ class Study:
         ]
 
     def _own(self, method: str, density: float) -> dict[str, Any]:
-        own = dict(self.own.get(method, {}))
+        _, changes = VARIANTS.get(method, (method, {}))
+        own = {**self.own.get(method, {}), **changes}
         if method == "acpsgd":
             own["rank"] = RANK
         if method not in WITHOUT_DENSITY and self.warmup:
@@ -148,6 +153,7 @@ def studies() -> list[Study]:
             batches=(
                 *(Batch(methods=everybody, density=0.01, seeds=(seed,)) for seed in seeds),
                 Batch(methods=("dgc",), density=0.001, seeds=seeds),
+                Batch(methods=("adtopk+momentum",), density=0.01, seeds=seeds),
                 Batch(methods=("adtopk", "oktopk", "topk"), density=0.001, seeds=seeds),
             ),
             urgent=3,

@@ -113,7 +113,8 @@ class Store:
 
     def add_row(self, cell: Cell, content: dict[str, Any], note: str, *, side_by_side: int) -> None:
         entry = content["entry"]
-        row = {"task": cell.task, **entry, "data": note, "side_by_side": side_by_side}
+        known = {"method": cell.method, "data": note, "side_by_side": side_by_side}
+        row = {"task": cell.task, **entry, **known}
         row["origin"]["commit"] = row["origin"]["commit"] or self._commit
         row["note"] = content["reason"]
         self.rows = [other for other in self.rows if other["run"] != cell.key]
