@@ -111,6 +111,8 @@ def test_the_number_of_workers_is_torchruns_under_torchrun(
 ) -> None:
     monkeypatch.setitem(os.environ, "RANK", "0")
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "8")
+    monkeypatch.setitem(os.environ, "MASTER_ADDR", "localhost")
+    monkeypatch.setitem(os.environ, "MASTER_PORT", "29500")
     said = fail(["train", "digits", "--workers", "4"], capsys)
     assert "workers is 4, but 8 were started already (WORLD_SIZE)" in said
 
