@@ -38,6 +38,12 @@ def test_workers_of_torchrun_measure_together(tmp_path: Path) -> None:
     assert done.stdout.count("rows: ") == 1, "only rank 0 speaks"
 
 
+def test_the_command_needs_no_plots() -> None:
+    blocked = "import sys; sys.modules |= {'matplotlib': None}\n"
+    code = blocked + "import thinwire.bench.step_command"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_another_machines_noop_is_not_the_clusters() -> None:
     own, cluster = (plan_cell("small", "noop", rate=rate) for rate in (LOCAL, CLUSTER))
     assert (own.rate, cluster.rate) == (ANY_RATE, CLUSTER)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,14 +21,12 @@ import torch.distributed as dist
 from thinwire.bench.step_cell import StepCell
 from thinwire.bench.step_places import (
     CANCELLED,
-    GRACE_S,
     TIME_UP,
     Attempt,
     Place,
     free_port,
-    wait_for,
+    run_workers,
 )
-from thinwire.lab.processes import stop_processes
 
 PATIENCE_S = 30.0
 """How long rank 0 waits for the others to say how a worker ended, once its own has."""
@@ -93,20 +89,9 @@ class ClusterPlace(Place):
         environment["TORCHELASTIC_USE_AGENT_STORE"] = str(False)
         if int(environment.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
             environment.setdefault("NCCL_HOSTID", f"rank{self.rank}")
-        with tempfile.TemporaryFile() as output:
-            worker = subprocess.Popen(
-                [sys.executable, *order.arguments],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                watch = FailureWatch(self._store, f"{self._orders}/failed")
-                end = wait_for([worker], [output], order.timeout_s, self.rank, watch.look)
-            finally:
-                stop_processes([worker], GRACE_S)
+        command = [sys.executable, *order.arguments]
+        watch = FailureWatch(self._store, f"{self._orders}/failed")
+        end = run_workers(command, [environment], order.timeout_s, self.rank, watch.look)
         if end.exit_code:
             watch.report()
         self._store.set(f"{self._orders}/end/{self.rank}", json.dumps(asdict(end)))

@@ -28,7 +28,7 @@ from thinwire.lab.rates import parse_rate
 from thinwire.lab.signals import signals_as_exceptions
 from thinwire.observe.tables import make_console
 from thinwire.recipes.clusters import HostsFile, Interface, PrintLaunch, check_alone, show_script
-from thinwire.recipes.launch import is_worker_already
+from thinwire.recipes.started import is_worker_already, workers_started
 from thinwire.validate import check_choice
 
 DEFAULT_WORKERS = "4"
@@ -193,14 +193,8 @@ def count_workers(asked: str | None) -> list[int]:
     counts = whole_numbers("workers", DEFAULT_WORKERS if asked is None else asked)
     if not counts:
         raise UsageError(f"workers is {asked!r}; it must be whole numbers, with commas")
-    if not is_worker_already():
-        return counts
-    world = int(os.environ["WORLD_SIZE"])
-    if asked is not None and counts != [world]:
-        raise UsageError(
-            f"workers is {asked}, but {world} were started already (WORLD_SIZE); leave --workers out"
-        )
-    return [world]
+    world = workers_started([] if asked is None else counts)
+    return counts if world is None else [world]
 
 
 def cluster_rates(asked: str | None) -> list[str]:

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,21 +107,10 @@ class LocalPlace(Place):
 
     def run(self, cell: StepCell, command: Sequence[str], timeout_s: float) -> Attempt:
         port = str(free_port())
-        processes: list[subprocess.Popen[bytes]] = []
-        with ExitStack() as stack:
-            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(cell.workers)]
-            stack.callback(lambda: stop_processes(processes, GRACE_S))
-            for rank, file in enumerate(files):
-                process = subprocess.Popen(
-                    list(command),
-                    env=local_environment(cell, rank, port),
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-                processes.append(process)
-            return wait_for(processes, files, timeout_s)
+        ranks = range(cell.workers)
+        return run_workers(
+            command, [local_environment(cell, rank, port) for rank in ranks], timeout_s
+        )
 
 
 def local_environment(cell: StepCell, rank: int, port: str) -> dict[str, str]:
@@ -143,14 +132,38 @@ def local_environment(cell: StepCell, rank: int, port: str) -> dict[str, str]:
     return {**tuning, **os.environ, **placement, **identity}
 
 
-def wait_for(
-    processes: Sequence[subprocess.Popen[bytes]],
-    files: Sequence[IO[bytes]],
+def run_workers(
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
     timeout_s: float,
     first_rank: int = 0,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Attempt:
-    """Wait until all have ended, one has failed, time is up, or it is cancelled."""
+    """Start `command` once per environment; wait until all have ended, one has failed, time is up, or it is cancelled."""
+    processes: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in environments]
+        stack.callback(lambda: stop_processes(processes, GRACE_S))
+        for environment, file in zip(environments, files, strict=True):
+            process = subprocess.Popen(
+                list(command),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            processes.append(process)
+        return _wait(processes, files, timeout_s, first_rank, cancelled)
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]],
+    files: Sequence[IO[bytes]],
+    timeout_s: float,
+    first_rank: int,
+    cancelled: Callable[[], bool],
+) -> Attempt:
     deadline = time.monotonic() + timeout_s
     while True:
         codes = [process.poll() for process in processes]

@@ -20,11 +20,12 @@ from thinwire.observe.progress import make_progress
 from thinwire.observe.tables import make_console
 from thinwire.recipes.clusters import check_alone, show_script
 from thinwire.recipes.job import Job, build_job
-from thinwire.recipes.launch import is_worker_already, launch
+from thinwire.recipes.launch import launch
 from thinwire.recipes.listing import print_list
 from thinwire.recipes.options import Given, takes_shared_options
 from thinwire.recipes.report import SETTINGS_FILE, default_folder, report, run_folder
 from thinwire.recipes.settings import Settings, compose, parse_override, read_settings, to_toml
+from thinwire.recipes.started import is_worker_already, workers_started
 from thinwire.recipes.worker import EXIT_FAILED, leave, wait_for_all, work
 
 KNOWN = ", ".join(METHODS)
@@ -211,13 +212,9 @@ def said(flags: Settings) -> Settings:
 
 def count_workers(settled: int | None, asked: int | None, running: Mapping[str, Any]) -> int:
     """As many as were asked for, or as torchrun has started already."""
-    if not is_worker_already():
+    world = workers_started([] if asked is None else [asked])
+    if world is None:
         return DEFAULT_WORKERS if settled is None else settled
-    world = int(os.environ["WORLD_SIZE"])
-    if asked is not None and asked != world:
-        raise UsageError(
-            f"workers is {asked}, but {world} were started already (WORLD_SIZE); leave --workers out"
-        )
     if world != 1 and running.get("simulate_workers") is not None:
         raise UsageError(
             f"simulate_workers is {running['simulate_workers']}, but {world} processes were started (WORLD_SIZE); "

@@ -39,18 +39,6 @@ SHUTDOWN_SECONDS = 2
 FOLLOW_SECONDS = 0.2
 
 
-def is_worker_already() -> bool:
-    """Whether torchrun or its like has started this process as one of many."""
-    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return False
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise UsageError(
-                f"{name} is not set, but RANK and WORLD_SIZE are; start the command with torchrun, or unset them"
-            )
-    return True
-
-
 def launch(job: Job, listener: Callable[[Record], None]) -> list[Row]:
     """Run the job with local workers and return rank 0's rows; JobError if a worker failed."""
     with tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
