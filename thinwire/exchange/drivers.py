@@ -266,6 +266,7 @@ class StreamDriver(Driver):
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+        # The end of training, not a step: streams may still use what is held and the group's communicator.
         torch.cuda.synchronize(self.device)
         self._held.clear()
         release_group(self.network.group)
