@@ -294,11 +294,11 @@ def summarise_rows(rows: list[dict[str, Any]], reason: str) -> dict[str, Any]:
 
 
 def ratio_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Per method and density one line: its time as multiples of the floor, model by model, encode / decode."""
+    """Per method and density one line: its time as multiples of the floor, model by model, encode / decode (the device alone)."""
     whole = [row for row in rows if row["tensor"] is None]
     models = list(dict.fromkeys(row["model"] for row in whole))
     floors = {row["model"]: row for row in whole if row["kind"] == "floor"}
-    lines = ["times the floor, encode/decode, of " + ", ".join(models)]
+    lines = ["times the floor, encode/decode (device alone), of " + ", ".join(models)]
     if floors:
         speeds = [f"{r['ms']:.3f} ms {r['gb_per_s']:.0f} GB/s" for r in floors.values()]
         lines.append(f"{'floor':24} " + "  ".join(speeds))
@@ -312,8 +312,10 @@ def ratio_lines(rows: list[dict[str, Any]]) -> list[str]:
                 if (row["model"], row["name"], row["density"]) == (model, name, density)
             ]
             cells.append("/".join(f"{row['ratio']:.2f}" for row in mine if row["ratio"]) or "-")
+            alone = [row["device_ms"] / row["floor_ms"] for row in mine if row["device_ms"]]
+            cells[-1] += " (" + "/".join(f"{ratio:.2f}" for ratio in alone) + ")" if alone else ""
         label = name if density is None else f"{name} {density:g}"
-        lines.append(f"{label:24} " + "  ".join(f"{cell:>12}" for cell in cells))
+        lines.append(f"{label:24} " + "  ".join(f"{cell:>24}" for cell in cells))
     return lines
 
 

@@ -315,6 +315,7 @@ class Bench:
             ms_p20=timing.ms_p20,
             ms_p80=timing.ms_p80,
             host_ms=timing.host_ms,
+            device_ms=timing.device_ms,
             peak_extra_bytes=timing.peak_bytes,
             laps=timing.laps,
             floor_ms=floor,
@@ -331,7 +332,8 @@ def summarise(rows: Sequence[CompressRow]) -> str:
             return f"failed: {row.note}"
         ratio = "" if row.ratio is None or row.kind == FLOOR else f", {row.ratio:.2f}x the floor"
         speed = "" if row.gb_per_s is None else f", {row.gb_per_s:,.0f} GB/s"
-        host = f", host {row.host_ms:.2f} ms" if row.device == "cuda" else ""
+        alone = row.device_ms is not None
+        host = f", host {row.host_ms:.2f} ms, device {row.device_ms:.3g} ms" if alone else ""
         parts.append(
             f"{row.work} {row.ms:.3g} ms ({row.ms_p20:.3g} to {row.ms_p80:.3g}){ratio}{speed}{host}"
         )

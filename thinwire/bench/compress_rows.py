@@ -50,6 +50,8 @@ class CompressRow(Case):
     ms_p20: float | None = None
     ms_p80: float | None = None
     host_ms: float | None = None
+    device_ms: float | None = None
+    """As `ms`, but all launches were queued before the device began."""
     floor_ms: float | None = None
     ratio: float | None = None
     """ms / floor_ms"""

@@ -6,12 +6,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 WARMUP_LAPS = 3
 LEAST_LAPS = 3
+QUEUED_LAPS = 5
+CYCLES_PER_MS = 2_000_000
+"""At least as many as any GPU has, so that the device does not wake up too early."""
+HEAD_START = 1.5
+"""The host's lead over the device, as a multiple of what it took before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +29,8 @@ class Timing:
     ms_p80: float
     host_ms: float
     """Median time until the host had issued everything; near `ms` the host is what is waited for."""
+    device_ms: float | None
+    """Median time if all launches are queued before the device begins: what the device itself needs. Only on CUDA."""
     peak_bytes: int | None
     """The most that was allocated on top of what was there when a span began; None where nobody counts."""
     laps: int
@@ -41,6 +48,8 @@ class Stopwatch:
     """Spans of one lap under the same name add up. Every span begins on an idle device."""
 
     device: torch.device
+    lead_ms: dict[str, float] = field(default_factory=dict)
+    """How long the device is kept from beginning a span, by name, so that the host can run ahead of it."""
     _lap: dict[str, _Lap] = field(default_factory=dict)
     _laps: list[dict[str, _Lap]] = field(default_factory=list)
 
@@ -59,6 +68,8 @@ class Stopwatch:
         torch.cuda.reset_peak_memory_stats(self.device)
         held = torch.cuda.memory_allocated(self.device)
         began = time.perf_counter()
+        if self.lead_ms.get(name):
+            torch.cuda._sleep(int(self.lead_ms[name] * CYCLES_PER_MS))
         first.record()
         yield
         last.record()
@@ -74,8 +85,17 @@ class Stopwatch:
         self._lap = {}
 
     def timings(self) -> dict[str, Timing]:
+        return {name: self._timing(laps) for name, laps in self._by_name().items()}
+
+    def medians(self) -> dict[str, float]:
+        return {
+            name: statistics.median(lap.ms for lap in laps)
+            for name, laps in self._by_name().items()
+        }
+
+    def _by_name(self) -> dict[str, list[_Lap]]:
         names = dict.fromkeys(name for lap in self._laps for name in lap)
-        return {name: self._timing([lap.get(name, _Lap()) for lap in self._laps]) for name in names}
+        return {name: [lap.get(name, _Lap()) for lap in self._laps] for name in names}
 
     def _timing(self, laps: list[_Lap]) -> Timing:
         times = [lap.ms for lap in laps]
@@ -85,6 +105,7 @@ class Stopwatch:
             ms_p20=low,
             ms_p80=high,
             host_ms=statistics.median(lap.host_ms for lap in laps),
+            device_ms=None,
             peak_bytes=max(lap.peak_bytes for lap in laps) if self.device.type == "cuda" else None,
             laps=len(laps),
         )
@@ -110,4 +131,19 @@ def time_laps(
             break
         lap(watch)
         watch.end_lap(keep=True)
-    return watch.timings()
+    timings = watch.timings()
+    if device.type != "cuda":
+        return timings
+    alone = time_device(lap, device, {name: timing.host_ms for name, timing in timings.items()})
+    return {name: replace(timing, device_ms=alone[name]) for name, timing in timings.items()}
+
+
+def time_device(
+    lap: Callable[[Stopwatch], None], device: torch.device, host_ms: dict[str, float]
+) -> dict[str, float]:
+    """Median times of the device alone; where the host waits for it in between, that wait is in them."""
+    watch = Stopwatch(device, {name: HEAD_START * ms for name, ms in host_ms.items()})
+    for _ in range(QUEUED_LAPS):
+        lap(watch)
+        watch.end_lap(keep=True)
+    return watch.medians()
