@@ -74,6 +74,7 @@ class SlowNetwork:
     """Answers at once on the host and late on the device."""
 
     place = Place(0, 2)
+    group = None
 
     def perform(self, batch):
         torch.cuda._sleep(200_000_000)
