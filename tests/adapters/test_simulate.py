@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.models import batches, make_cnn
-from thinwire.adapters.simulate_graph import fresh_casts, run_pass
+from thinwire.adapters.simulate_graph import fresh_casts, recurrent_dropout, run_pass
 from thinwire.errors import UsageError
 
 METHOD = tw.ADTopK(density=0.05, dense_fallback=False)
@@ -253,6 +253,30 @@ def test_what_a_graph_captures_casts_the_weights_of_its_own_pass():
                 losses.append(run_pass(compute, [inputs]).item())
         assert losses == [8.0, 16.0]
         assert torch.is_autocast_cache_enabled()
+
+
+def test_dropout_inside_a_recurrent_layer_is_no_graphs():
+    """Of all layers with dropout: its random state is freed when a generator is seeded, and a graph would go on with it."""
+    inside = nn.LSTM(4, 4, 2, dropout=0.5)
+    assert recurrent_dropout(inside) == "LSTM"
+    assert recurrent_dropout(nn.ModuleDict({"a": nn.Linear(4, 4), "b": inside})) == "b"
+    layers = [nn.LSTM(4, 4), nn.Dropout(0.5), nn.GRU(4, 4, 2), nn.TransformerEncoderLayer(4, 1)]
+    assert recurrent_dropout(nn.ModuleList(layers)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_recurrent_layer_with_dropout_inside_runs_without_a_graph(caplog):
+    """Two shapes of inputs in turn, as at the beginning of a stream and further on."""
+    model = nn.LSTM(4, 4, 2, dropout=0.5).cuda()
+    with caplog.at_level(logging.WARNING):
+        sim = tw.simulate(model, METHOD, workers=2, graph=True)
+    assert "graph=True does not work here" in caplog.text and not sim.graphed
+    for length in (3, 5, 3, 5):
+        torch.manual_seed(length)
+        inputs = torch.ones(length, 2, 4, device="cuda")
+        losses = sim.step(lambda x: model(x)[0].square().mean(), [(inputs,) for _ in sim.ranks])
+    assert losses.isfinite().all()
 
 
 @pytest.mark.gpu

@@ -49,6 +49,18 @@ def fresh_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+def recurrent_dropout(model: nn.Module) -> str | None:
+    """The first layer that leaves dropout to cuDNN's recurrent kernels, if there is one.
+
+    They draw from a buffer on the device that torch frees and makes anew whenever a generator was seeded. A graph would go on
+    with the freed one, and draw what no worker's generator says.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.dropout > 0:
+            return name or type(module).__name__
+    return None
+
+
 def run_pass(compute: Compute, arguments: Sequence[Any]) -> Any:
     """Forward and backward of one micro-batch; its result, detached."""
     result = compute(*arguments)
@@ -75,6 +87,10 @@ class Graphs:
         self.enabled = True
         if self._device.type != "cuda":
             self._give_up(f"the model is on {self._device}, not on a CUDA device")
+        elif layer := recurrent_dropout(model):
+            self._give_up(
+                f"{layer} has dropout between its layers, which no graph can follow; use nn.Dropout between single layers"
+            )
 
     def key(self, compute: Compute, inputs: Sequence[Any]) -> Hashable:
         leaves, tree = tree_flatten(tuple(inputs))

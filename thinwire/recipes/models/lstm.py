@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from thinwire.recipes.kinds import Kind
@@ -20,17 +21,22 @@ class WordModel(nn.Module):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
         self.embedding = nn.Embedding(words, width)
-        between = dropout if layers > 1 else 0.0
-        self.lstm = nn.LSTM(width, width, layers, batch_first=True, dropout=between)
+        # Single layers: dropout inside a stack of them draws from a state of cuDNN's, which no CUDA graph can follow.
+        self.lstm = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
         self.decoder = nn.Linear(width, words)
         nn.init.uniform_(self.embedding.weight, -INITIAL_RANGE, INITIAL_RANGE)
         nn.init.uniform_(self.decoder.weight, -INITIAL_RANGE, INITIAL_RANGE)
         nn.init.zeros_(self.decoder.bias)
 
     def forward(self, tokens: Tensor, carry: State | None = None) -> tuple[Tensor, State]:
-        hidden, (h, c) = self.lstm(self.dropout(self.embedding(tokens)), carry)
+        hidden, ends = self.embedding(tokens), []
+        for i, layer in enumerate(self.lstm):
+            begin = None if carry is None else (carry[0][i : i + 1], carry[1][i : i + 1])
+            hidden, end = layer(self.dropout(hidden), begin)
+            ends.append(end)
         # Detached: gradients flow back to the beginning of the window, not of the stream.
-        return self.decoder(self.dropout(hidden)), (h.detach(), c.detach())
+        h, c = (torch.cat(states).detach() for states in zip(*ends, strict=True))
+        return self.decoder(self.dropout(hidden)), (h, c)
 
 
 def lstm(kind: Kind, tiny: bool) -> nn.Module:
