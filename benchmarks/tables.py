@@ -137,7 +137,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "digits-adtopk": lambda: digits_table(ADTOPK),
     "compress": compress_table,
     **{f"learning-{task}": functools.partial(committed_table, task) for task in LEARNING},
-    "learning-cpu": functools.partial(committed_table, LEARNING[0], "learning_cpu"),
 }
 
 
