@@ -155,11 +155,12 @@ def test_every_planned_cell_can_be_built():
                 assert kept.startswith("MomentumCorrection" if corrected else "Residual")
                 assert ("masking=True" in kept) == cell.method.endswith("masked")
             assert job.training.channels_last == images
-            warmup = {0.01: [0.25, 0.063, 0.015], 0.001: [0.25, 0.063, 0.015, 0.004]}
+            warmup = {0.05: [0.25, 0.063], 0.01: [0.25, 0.063, 0.015]}
+            warmup[0.001] = [*warmup[0.01], 0.004]
             if cell.method not in WITHOUT_DENSITY:
                 assert cell.own["density_warmup"] == warmup[cell.density]
-    assert len(keys) == len(set(keys)) == 18 + 14 + 5 + 5
-    assert keys[0] == "cifar10-resnet20/dense#0" and keys[-1] == "wikitext2-small-gpt/acpsgd#0"
+    assert len(keys) == len(set(keys)) == 18 + 14 + 7 + 7
+    assert keys[0] == "cifar10-resnet20/dense#0" and keys[-1] == "wikitext2-small-gpt/dgc@0.05#0"
     assert [key.partition("#")[2] for key in keys[:18]] == ["0"] * 6 + ["1"] * 6 + ["2"] * 6
     assert {key.partition("/")[2] for key in keys[18:21]} == {f"dgc@0.001#{i}" for i in range(3)}
     assert keys[21] == "cifar10-resnet20/adtopk-residual@0.01#0"
