@@ -4,7 +4,7 @@ The training settings are the same for all methods of a task. Where they differ 
 few epochs, or to have more of them:
 
     cifar10-resnet20      64 images per worker in place of 128: twice as many steps; 0.025 x 8 workers as the peak rate, the best
-                          of 0.05, 0.1 and 0.2 in all for every method after six epochs; bf16 autocast and channels_last
+                          of 0.05, 0.1 and 0.2 in all after six epochs, for dense, TopK, ADTopK and ACP-SGD; bf16 autocast and channels_last
     wikitext2-lstm        20 streams per worker in place of 80; Adam at 0.002 under a cosine, which does not have to wait for a
                           plateau
     both text tasks       no clipping: after the exchange it would cut sparse updates, which have a larger norm, and not dense ones

@@ -182,11 +182,14 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     for line in lines:
         if line.first["asked_density"] is not None:
             panels.setdefault((line.first["task"], line.first["asked_density"]), []).append(line)
-    figure = Figure(figsize=(6.5 * max(1, len(panels)), 4.6), dpi=150, layout="constrained")
+    across = min(2, len(panels)) or 1
+    down = -(-len(panels) // across) or 1
+    figure = Figure(figsize=(6.5 * across, 4.6 * down), dpi=120, layout="constrained")
+    grid = list(figure.subplots(down, across, squeeze=False).flat)
+    for empty in grid[len(panels) :]:
+        empty.set_visible(False)
     names = list(dict.fromkeys(line.first["method"] for line in lines))
-    for axes, ((task, density), chosen) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-    ):
+    for axes, ((task, density), chosen) in zip(grid, panels.items(), strict=False):
         everywhere = [
             line
             for line in lines
