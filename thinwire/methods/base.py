@@ -28,6 +28,8 @@ from thinwire.wire.values import FloatCode
 # Below this size a slot's header and launch cost more than its bytes, and 1 % of it is a handful of entries: the classifier of a
 # small network learns nothing from six of its 640 weights.
 SMALL_NUMEL = 1024
+WORTHWHILE = 0.9
+"""Of the dense bytes: selection takes time and holds gradients back, which less than a tenth of the bytes is not worth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,12 +229,12 @@ class SparseMethod(Method):
         return None
 
     def _break_even(self, rows: SlotRows, dense_bits: int, world: int) -> float:
-        """The density at which this exchange and a dense all-reduce send the same bits."""
+        """The density at which this exchange no longer sends worthwhile fewer bits than a dense all-reduce."""
         wire = self.wire_format()
         if world == 1:
             return 2 * dense_bits / wire.bits_per_entry(rows)
         sparse = self.exchange.entry_bits(wire.value_code.bits, wire.index_code.bits(rows), world)
-        return 2 * (world - 1) / world * dense_bits / sparse
+        return WORTHWHILE * 2 * (world - 1) / world * dense_bits / sparse
 
     def describe(self, slot: Slot) -> str:
         rows = self.selector().rows(slot, None)
