@@ -31,12 +31,17 @@
 
 struct RowTeam {
     int* words;  // 2 x WARPS in shared memory, used in turn: one barrier per sum is then enough
-    int turn, warp, barrier;
+    int turn, warp, team;
 
     __device__ __forceinline__ int* share(int x) {
         int* mine = words + (turn ^= 1) * WARPS;
         if ((threadIdx.x & 31) == 0) mine[warp] = x;
-        sync_threads(barrier, ROW_THREADS);
+#if COLUMNS == 1
+        __syncthreads();
+#else
+        static_assert(WARPS == 1 || COLUMNS <= 4, "there are barriers for four teams");
+        sync_team(team, ROW_THREADS);
+#endif
         return mine;
     }
 
@@ -144,7 +149,7 @@ extern "C" __global__ __launch_bounds__(BLOCK_THREADS, BLOCKS_AT_ONCE) void enco
     const int local = threadIdx.x / ROW_THREADS, number = blockIdx.x * (blockDim.x / ROW_THREADS) + local;
 #if WARPS > 1
     __shared__ int words[2 * WARPS * COLUMNS];
-    RowTeam team = {words + 2 * WARPS * local, 0, (int)(threadIdx.x % ROW_THREADS) / 32, 1 + local};
+    RowTeam team = {words + 2 * WARPS * local, 0, (int)(threadIdx.x % ROW_THREADS) / 32, local};
 #else
     RowTeam team = {nullptr, 0, 0, 0};
 #endif
