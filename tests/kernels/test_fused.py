@@ -124,6 +124,21 @@ def test_packed_indices(kernels, monkeypatch, method):
     compare(kernels, strided, random, shapes=columns, steps=2)
 
 
+def test_rows_of_all_shapes_are_one_launch(kernels):
+    """Of one warp and of four, aligned and not, as many of each as fill no block; long ones have blocks of their own."""
+    shapes = {"a": (5, 64), "b": (3, 521), "c": (7, 1028), "d": (2, 2304), "e": (1, 4608)}
+    (cluster, _) = compare(kernels, adtopk(0.02), random, shapes=shapes, steps=2)
+    (groups,) = cluster.pipelines[0]._groups.values()
+    ((compressor, _),) = groups
+    (made,) = compressor._fused._kernels.values()
+    assert [(launch.team, bin(launch.shapes).count("1")) for launch in made.tables.encode_rows] == [
+        (4, 5)
+    ]
+    assert made.tables.encode_rows[0].parts[:, 2].sum() == sum(rows for rows, _ in shapes.values())
+    longer = {**shapes, "f": (2, 9000), "g": (3, 20_480)}
+    compare(kernels, adtopk(0.02), random, shapes=longer, steps=2, world=1)
+
+
 def test_everything_kept(kernels):
     compare(kernels, adtopk(1.0), random)
 

@@ -11,6 +11,7 @@ import pytest
 
 from thinwire.kernels.cuda.binaries import OPTIONS
 from thinwire.kernels.cuda.launch import SOURCES, source_of
+from thinwire.kernels.cuda.tables import SHORT_ROWS
 from thinwire.lowrank.cuda.kernels import SOURCES as LOWRANK
 
 PLAIN = {"VALUE_CODE": 1, "GRADIENT_CODE": 0, "PACKED": 0}
@@ -20,21 +21,29 @@ NARROW = {"VALUE_CODE": 2, "GRADIENT_CODE": 1, "PACKED": 1}
 THRESHOLD = {**PLAIN, "NOTE_WORDS": 1}
 
 
-def shape(warps: int, elements: int, columns: int = 1) -> dict[str, int]:
-    return {"WARPS": warps, "ELEMENTS": elements, "COLUMNS": columns}
+def rows(*shapes: tuple[int, int]) -> dict[str, int]:
+    """Of these (warps, elements per lane)."""
+    team = max(SHORT_ROWS, *(warps for warps, _ in shapes), 0)
+    bits = sum(1 << (elements // 4 - 1 + 16 * (warps > 1)) for warps, elements in shapes)
+    return {"TEAM": team, "SHAPES": bits}
+
+
+def columns(warps: int, elements: int, count: int) -> dict[str, int]:
+    return {"WARPS": warps, "ELEMENTS": elements, "COLUMNS": count}
 
 
 ROWS = {
-    "rows of 128": {**PLAIN, **shape(1, 4)},
-    "rows of 1024": {**PLAIN, **shape(1, 32)},
-    "rows of 1024, momentum": {**MOMENTUM, **shape(1, 32)},
-    "rows of 1024, packed": {**NARROW, **shape(1, 32)},
-    "rows of 4096": {**PLAIN, **shape(4, 32)},
-    "rows of 4608": {**PLAIN, **shape(4, 36)},
-    "rows of 25088": {**PLAIN, **shape(16, 52)},
-    "columns of 1280": {**PLAIN, **shape(1, 40, 8)},
-    "columns of 1280, Nesterov": {**NESTEROV, **shape(1, 40, 8)},
-    "columns of 5120": {**PLAIN, **shape(4, 40, 4)},
+    "rows of 1024": {**PLAIN, **rows((1, 32))},
+    "rows of 1024 and 4096": {**PLAIN, **rows((1, 32), (4, 32))},
+    "rows of 1024 and 4096, momentum": {**MOMENTUM, **rows((1, 32), (4, 32))},
+    "rows of 1024 and 4096, packed": {**NARROW, **rows((1, 32), (4, 32))},
+    "rows of 64 to 4608": {**PLAIN, **rows((1, 4), (1, 8), (1, 20), (1, 36), (4, 20), (4, 36))},
+    "rows of 25088": {**PLAIN, **rows((16, 52))},
+}
+COLUMNS = {
+    "columns of 1280": {**PLAIN, **columns(1, 40, 8)},
+    "columns of 1280, Nesterov": {**NESTEROV, **columns(1, 40, 8)},
+    "columns of 5120": {**PLAIN, **columns(4, 40, 4)},
 }
 OTHERS = {
     "tiles": ("encode_tiles.cu", {**PLAIN, "FIBRES": 8}),
@@ -122,6 +131,11 @@ def test_rows_compile_and_stay_in_registers(nvrtc, name):
     check(nvrtc.compile(source_of("encode_rows.cu", tuple(ROWS[name].items())), "sm_90"))
 
 
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_compile_and_stay_in_registers(nvrtc, name):
+    check(nvrtc.compile(source_of("encode_columns.cu", tuple(COLUMNS[name].items())), "sm_90"))
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_everything_else_compiles(nvrtc, name):
     file, defines = OTHERS[name]
@@ -135,6 +149,6 @@ def test_low_rank_compiles(nvrtc, file, rank):
 
 
 def test_no_source_is_left_out():
-    named = {"encode_rows.cu", *(file for file, _ in OTHERS.values())}
+    named = {"encode_rows.cu", "encode_columns.cu", *(file for file, _ in OTHERS.values())}
     assert {path.name for path in SOURCES.glob("*.cu")} == named
     assert {path.name for path in LOWRANK.glob("*.cu")} == {file for file, _ in LOW_RANK}

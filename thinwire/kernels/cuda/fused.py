@@ -92,6 +92,7 @@ class FusedTopK(PreparedKernels):
 
     def _encode_sites(self) -> Iterator[Site]:
         yield from self._row_sites()
+        yield from self._column_sites()
         yield from self._tile_sites()
         yield from self._giant_sites()
 
@@ -117,13 +118,24 @@ class FusedTopK(PreparedKernels):
 
     def _row_sites(self) -> Iterator[Site]:
         for launch in self.tables.encode_rows:
-            count = len(launch.rows)
-            per_block = max(launch.columns, ROW_WARPS if launch.warps == 1 else 1)
             yield self._memory_site(
                 "encode_rows.cu",
                 "encode_rows",
-                -(-count // per_block),
-                WARP * launch.warps * per_block,
+                len(launch.parts),
+                WARP * launch.team,
+                [BUCKET, MEMORY, PAYLOAD, launch.rows, launch.parts, launch.guesses, RATIO],
+                TEAM=launch.team,
+                SHAPES=launch.shapes,
+            )
+
+    def _column_sites(self) -> Iterator[Site]:
+        for launch in self.tables.encode_columns:
+            count = len(launch.rows)
+            yield self._memory_site(
+                "encode_columns.cu",
+                "encode_columns",
+                -(-count // launch.columns),
+                WARP * launch.warps * launch.columns,
                 [BUCKET, MEMORY, PAYLOAD, launch.rows, launch.guesses, RATIO, count],
                 launch.shared_bytes,
                 WARPS=launch.warps,

@@ -18,6 +18,10 @@ from thinwire.wire.floats import FloatCode
 WARP = 32
 TEAMS = (1, 4, 8, 16)
 """Warps per row. Two wait for each other as often as four do and have twice the registers to fill: slower for every length tried."""
+SHORT_ROWS = 4
+"""Rows of one warp in a block."""
+TEAM_SHAPES = 16
+"""Where the bits of rows of several warps begin in SHAPES."""
 MAX_ELEMENTS = 40
 """Elements of a row per lane: what fits in registers beside the search."""
 MOST_ELEMENTS = 64
@@ -46,21 +50,35 @@ SPARE_CANDIDATES = 1024
 
 @dataclass(frozen=True, eq=False)
 class RowLaunch:
-    """Rows that share a register shape."""
+    """Contiguous rows whose blocks have the same number of threads."""
+
+    team: int
+    """Warps of a block; a long row has all of them, short rows have one each."""
+    shapes: int
+    """SHAPES of encode_rows.cu."""
+    rows: Tensor
+    parts: Tensor
+    """int32 [blocks, 3]: struct Part of encode_rows.cu."""
+    guesses: Tensor
+    """int32 [rows]: where the search of each row starts; only speed depends on it."""
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnLaunch:
+    """Strided rows that share a register shape."""
 
     warps: int
     elements: int
     columns: int
-    """Neighbouring strided rows that a block takes together; 1 for contiguous rows."""
+    """Neighbouring rows that a block takes together."""
     rows: Tensor
     guesses: Tensor
-    """int32 [rows]: where the search of each row starts; only speed depends on it."""
+    """int32 [rows], as above."""
 
     @property
     def shared_bytes(self) -> int:
         """Columns are turned in shared memory, each with one element to spare."""
-        longest = WARP * self.warps * self.elements
-        return 0 if self.columns == 1 else 4 * self.columns * (longest + 1)
+        return 4 * self.columns * (WARP * self.warps * self.elements + 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +115,7 @@ class GiantLaunch:
 
 @dataclass(frozen=True, eq=False)
 class ShortLaunch:
-    """Contiguous rows that one warp each decodes."""
+    """Contiguous rows that one warp each decodes, in as much shared memory as the longest needs."""
 
     longest: int
     rows: Tensor
@@ -108,6 +126,7 @@ class Tables:
     """Everything the kernels need to know about one codec on one group."""
 
     encode_rows: Sequence[RowLaunch]
+    encode_columns: Sequence[ColumnLaunch]
     encode_tiles: Sequence[TileLaunch]
     encode_giants: GiantLaunch | None
     decode_rows: Sequence[ShortLaunch]
@@ -160,22 +179,27 @@ def words_of(rows: SlotRows) -> int:
 def make_tables(group: Group, codec: Codec) -> Tables:
     device = group.device
     described = describe_rows(group, codec)
-    by_shape: dict[tuple[int, int, int], list[Tensor]] = {}
+    by_team: dict[int, dict[tuple[int, int], list[Tensor]]] = {}
+    by_columns: dict[tuple[int, int, int], list[Tensor]] = {}
     by_tile: dict[tuple[int, int], list[Tensor]] = {}
     giants: list[tuple[SlotRows, Tensor]] = []
-    short: dict[int, list[Tensor]] = {}
+    short: list[Tensor] = []
+    longest = 0
     pieces: dict[int, list[tuple[Tensor, int]]] = {}
     for rows, table in zip(codec.table.rows, described, strict=True):
         shape = block_shape(rows)
-        if shape is not None:
-            by_shape.setdefault(shape, []).append(table)
+        if shape is not None and shape[2] == 1:
+            shapes = by_team.setdefault(max(shape[0], SHORT_ROWS), {})
+            shapes.setdefault(shape[:2], []).append(table)
+        elif shape is not None:
+            by_columns.setdefault(shape, []).append(table)
         elif (fibres := tile_fibres(rows)) is not None:
             by_tile.setdefault((fibres, words_of(rows)), []).append(table)
         else:
             giants.append((rows, table))
         if is_contiguous(rows) and rows.length <= MAX_SHORT:
-            longest = max(128, 1 << (rows.length - 1).bit_length())
-            short.setdefault(longest, []).append(table)
+            longest = max(longest, rows.length)
+            short.append(table)
         else:
             fibres = 1 if is_contiguous(rows) else COLUMNS
             pieces.setdefault(fibres, []).append((table, rows.length))
@@ -184,13 +208,10 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     template[: header.nbytes] = header.view(torch.uint8)
     places = torch.tensor([rows.entries for rows in codec.table.rows], dtype=torch.int32)
     return Tables(
-        encode_rows=[
-            RowLaunch(
-                *shape,
-                torch.cat(tables).to(device),
-                torch.zeros(sum(map(len, tables)), dtype=torch.int32, device=device),
-            )
-            for shape, tables in by_shape.items()
+        encode_rows=[make_row_launch(team, shapes, device) for team, shapes in by_team.items()],
+        encode_columns=[
+            ColumnLaunch(*shape, torch.cat(tables).to(device), no_guesses(tables, device))
+            for shape, tables in by_columns.items()
         ],
         encode_tiles=[
             TileLaunch(
@@ -199,9 +220,9 @@ def make_tables(group: Group, codec: Codec) -> Tables:
             for (fibres, words), tables in by_tile.items()
         ],
         encode_giants=make_giants(giants, device) if giants else None,
-        decode_rows=[
-            ShortLaunch(longest, torch.cat(tables).to(device)) for longest, tables in short.items()
-        ],
+        decode_rows=[ShortLaunch(-(-longest // WARP) * WARP, torch.cat(short).to(device))]
+        if short
+        else [],
         decode_tiles=[
             TileLaunch(
                 fibres,
@@ -215,6 +236,40 @@ def make_tables(group: Group, codec: Codec) -> Tables:
         template=template.to(device),
         expected=torch.cat([header[:FIXED_WORDS], places]).to(device),
     )
+
+
+def make_row_launch(
+    team: int, shapes: dict[tuple[int, int], list[Tensor]], device: torch.device
+) -> RowLaunch:
+    """The rows with the most to do first, so that no block of theirs is the last to begin."""
+    tables: list[Tensor] = []
+    parts: list[Tensor] = []
+    first, bits = 0, 0
+    for (warps, elements), mine in sorted(shapes.items(), key=lambda item: -item[0][1]):
+        bit = elements // 4 - 1 + (0 if warps == 1 else TEAM_SHAPES)
+        bits |= 1 << bit
+        count, each = sum(map(len, mine)), team if warps == 1 else 1
+        starts = torch.arange(0, count, each, dtype=torch.int32)
+        parts.append(
+            torch.stack(
+                [torch.full_like(starts, bit), first + starts, (count - starts).clamp(max=each)], 1
+            )
+        )
+        tables += mine
+        first += count
+    # Kernels take settings as signed numbers.
+    shapes_word = bits - (1 << 32) if bits >> 31 else bits
+    return RowLaunch(
+        team,
+        shapes_word,
+        torch.cat(tables).to(device),
+        torch.cat(parts).to(device),
+        no_guesses(tables, device),
+    )
+
+
+def no_guesses(tables: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.zeros(sum(map(len, tables)), dtype=torch.int32, device=device)
 
 
 def make_giants(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) -> GiantLaunch:
