@@ -141,6 +141,8 @@ def test_rows_of_all_shapes_are_one_launch(kernels):
 
 def test_everything_kept(kernels):
     compare(kernels, adtopk(1.0), random)
+    columns = {"columns": (33, 8), "long columns": (1300, 8)}
+    compare(kernels, adtopk(1.0, axis=0), random, shapes=columns, steps=2)
 
 
 def test_strided_rows(kernels):
@@ -203,7 +205,7 @@ def adversarial(kind, *, tiny, huge):
 def test_adversarial_values(kernels, kind, axis):
     shapes = {"row": (3, 128), "odd": (4, 131)}
     if axis == 0:
-        shapes = {"columns": (40, 8), "odd": (40, 11)}
+        shapes = {"columns": (40, 8), "long columns": (1400, 8), "odd": (40, 11)}
     gradients = adversarial(kind, tiny=lambda count: 1e-41, huge=2e37)
     compare(kernels, adtopk(0.1, axis=axis, values="fp16"), gradients, shapes=shapes)
 

@@ -28,8 +28,8 @@ def rows(*shapes: tuple[int, int]) -> dict[str, int]:
     return {"TEAM": team, "SHAPES": bits}
 
 
-def columns(warps: int, elements: int, count: int) -> dict[str, int]:
-    return {"WARPS": warps, "ELEMENTS": elements, "COLUMNS": count}
+def columns(warps: int, count: int) -> dict[str, int]:
+    return {"WARPS": warps, "COLUMNS": count}
 
 
 ROWS = {
@@ -41,9 +41,10 @@ ROWS = {
     "rows of 25088": {**PLAIN, **rows((16, 52))},
 }
 COLUMNS = {
-    "columns of 1280": {**PLAIN, **columns(1, 40, 8)},
-    "columns of 1280, Nesterov": {**NESTEROV, **columns(1, 40, 8)},
-    "columns of 5120": {**PLAIN, **columns(4, 40, 4)},
+    "columns of 5120, momentum": {**MOMENTUM, **columns(4, 4)},
+    "columns of 1280": {**PLAIN, **columns(1, 8)},
+    "columns of 1280, Nesterov": {**NESTEROV, **columns(1, 8)},
+    "columns of 5120": {**PLAIN, **columns(4, 4)},
 }
 OTHERS = {
     "tiles": ("encode_tiles.cu", {**PLAIN, "FIBRES": 8}),

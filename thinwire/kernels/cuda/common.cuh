@@ -26,8 +26,8 @@ struct Row {
     int slot;
     int width;       // bytes of an index, 4 or 2; where they are packed, bits
     int vector;      // 1: four elements at a time are aligned in bucket and memory
-    int neighbours;  // how many rows, from this one on, lie one element further each
-    int entry;       // number of its first entry in the payload
+    int unused;
+    int entry;  // number of its first entry in the payload
 };
 
 // Words of the payload header, as in thinwire/wire/codec.py.

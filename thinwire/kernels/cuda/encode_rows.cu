@@ -7,11 +7,15 @@
 //     magnitudes reach.
 //  3. Write the chosen entries in ascending order of index, ties to the lowest, and the rest back to memory.
 //
+// A row lies in the registers of one warp or TEAM, ELEMENTS per lane. Warp w owns the w-th part of the row, so that order is
+// settled inside a warp and by one prefix over the warps. A lane has four neighbours at a time: its element e is at
+// ((e / 4) x 32 + lane) x 4 + e % 4 of the warp's part.
+//
 // TEAM is how many warps the long rows have; in a block of four warps four short rows take the place of a long one.
 // SHAPES says which shapes there are: bit i for rows of one warp with 4 (i + 1) elements per lane, bit 16 + i for those of TEAM.
 
 #include "momentum.cuh"
-#include "registers.cuh"
+#include "team.cuh"
 
 #define BLOCK_THREADS (32 * TEAM)
 #define MANY_ELEMENTS ((SHAPES & 0xff00ff00) != 0)
@@ -25,6 +29,103 @@ struct Part {
     int first;  // row number
     int rows;
 };
+
+template <int ELEMENTS>
+static __device__ __forceinline__ int count_reaching(const float (&c)[ELEMENTS], int pattern) {
+    float threshold = __int_as_float(pattern);
+    // Four sums, so that an addition does not wait for the one before.
+    int reached[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; ++e) reached[e & 3] += fabsf(c[e]) >= threshold;
+    return reached[0] + reached[1] + reached[2] + reached[3];
+}
+
+// Choose from the elements that the team's lanes have in `c`: entries to the payload in ascending order of index, ties to the
+// lowest, the rest to `held` (`quads`: four at a time are aligned there). `guess` is where the search starts, and ends.
+template <int ELEMENTS, class Team>
+static __device__ __forceinline__ void send_row(
+    float (&c)[ELEMENTS], const Row& row, int* guess, Team& team, float* held, bool quads, u8* payload,
+    const Momentum& correction, bool& bad) {
+    const int lane = threadIdx.x & 31, first = team.warp * 32 * ELEMENTS;
+    int reached;
+    const auto count = [&](int pattern) { return count_reaching(c, pattern); };
+    const auto largest = [&] {
+        int bits = 0;
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; ++e) bits = max(bits, ordered(c[e]));
+        return bits;
+    };
+    const int pattern = search(row, *guess, team, reached, count, largest);
+    const float threshold = __int_as_float(pattern);
+    const bool exact = reached == row.keep;
+    int missing = 0, ties_before = 0;
+    if (!exact) {
+        int above = 0, tied = 0;
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; ++e) {
+            above += fabsf(c[e]) > threshold;
+            tied += fabsf(c[e]) == threshold;
+        }
+        missing = row.keep - team.sum(above);
+        ties_before = team.before(tied);
+    }
+    // Which elements of this lane are sent, one bit each.
+    static_assert(ELEMENTS <= 64, "two words would not be enough");
+    u32 chosen[2] = {0, 0};
+    if (exact) {
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; ++e) chosen[e / 32] |= (u32)(fabsf(c[e]) >= threshold) << (e % 32);
+    } else {
+#pragma unroll
+        for (int q = 0; q < ELEMENTS / 4; ++q) {
+            int earlier = ties_before;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                u32 ballot = __ballot_sync(EVERY_LANE, fabsf(c[4 * q + i]) == threshold);
+                earlier += lanes_before(ballot, lane);
+                ties_before += __popc(ballot);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int e = 4 * q + i;
+                const bool tie = fabsf(c[e]) == threshold;
+                chosen[e / 32] |= (u32)(tie ? earlier < missing : fabsf(c[e]) > threshold) << (e % 32);
+                earlier += tie;
+            }
+        }
+    }
+    int place = team.before(__popc(chosen[0]) + __popc(chosen[1]));
+
+#pragma unroll
+    for (int q = 0; q < ELEMENTS / 4; ++q) {
+        const u32 four = (chosen[4 * q / 32] >> (4 * q % 32)) & 15;
+        if (__ballot_sync(EVERY_LANE, four != 0)) {
+            int lower = 0, all = 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                u32 ballot = __ballot_sync(EVERY_LANE, (four >> i) & 1);
+                lower += lanes_before(ballot, lane);
+                all += __popc(ballot);
+            }
+            int next = place + lower;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if ((four >> i) & 1)
+                    c[4 * q + i] = correction.send(c[4 * q + i], first + (q * 32 + lane) * 4 + i, next++, row, payload, bad);
+            place += all;
+        }
+        int at = first + (q * 32 + lane) * 4;
+        if (quads) {
+            if (at < row.length)
+                *reinterpret_cast<float4*>(held + at) = make_float4(c[4 * q], c[4 * q + 1], c[4 * q + 2], c[4 * q + 3]);
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (at + i < row.length) held[at + i] = c[4 * q + i];
+    }
+    if (team.warp == 0 && lane == 0) *guess = pattern;
+}
 
 template <int WARPS, int ELEMENTS>
 static __device__ __forceinline__ void encode_part(

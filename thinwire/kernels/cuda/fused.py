@@ -130,16 +130,14 @@ class FusedTopK(PreparedKernels):
 
     def _column_sites(self) -> Iterator[Site]:
         for launch in self.tables.encode_columns:
-            count = len(launch.rows)
             yield self._memory_site(
                 "encode_columns.cu",
                 "encode_columns",
-                -(-count // launch.columns),
+                len(launch.rows) // launch.columns,
                 WARP * launch.warps * launch.columns,
-                [BUCKET, MEMORY, PAYLOAD, launch.rows, launch.guesses, RATIO, count],
+                [BUCKET, MEMORY, PAYLOAD, launch.rows, launch.guesses, RATIO],
                 launch.shared_bytes,
                 WARPS=launch.warps,
-                ELEMENTS=launch.elements,
                 COLUMNS=launch.columns,
             )
 

@@ -65,20 +65,20 @@ class RowLaunch:
 
 @dataclass(frozen=True, eq=False)
 class ColumnLaunch:
-    """Strided rows that share a register shape."""
+    """Strided rows that have as many warps each."""
 
     warps: int
-    elements: int
     columns: int
     """Neighbouring rows that a block takes together."""
+    longest: int
     rows: Tensor
     guesses: Tensor
     """int32 [rows], as above."""
 
     @property
     def shared_bytes(self) -> int:
-        """Columns are turned in shared memory, each with one element to spare."""
-        return 4 * self.columns * (WARP * self.warps * self.elements + 1)
+        """COLUMN_PITCH of encode_columns.cu for every column."""
+        return 4 * self.columns * (-(-self.longest // WARP) * WARP + WARP // self.columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +152,7 @@ def register_shape(length: int) -> tuple[int, int] | None:
 
 
 def block_shape(rows: SlotRows) -> tuple[int, int, int] | None:
-    """(warps, elements per lane, columns) with which a row is selected in registers, None if it does not fit."""
+    """(warps, elements per lane, columns) of a row that is selected in registers, or in shared memory if strided; None if it does not fit."""
     shape = register_shape(rows.length)
     if shape is None or is_contiguous(rows):
         return shape and (*shape, 1)
@@ -180,7 +180,7 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     device = group.device
     described = describe_rows(group, codec)
     by_team: dict[int, dict[tuple[int, int], list[Tensor]]] = {}
-    by_columns: dict[tuple[int, int, int], list[Tensor]] = {}
+    by_columns: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}
     by_tile: dict[tuple[int, int], list[Tensor]] = {}
     giants: list[tuple[SlotRows, Tensor]] = []
     short: list[Tensor] = []
@@ -192,7 +192,7 @@ def make_tables(group: Group, codec: Codec) -> Tables:
             shapes = by_team.setdefault(max(shape[0], SHORT_ROWS), {})
             shapes.setdefault(shape[:2], []).append(table)
         elif shape is not None:
-            by_columns.setdefault(shape, []).append(table)
+            by_columns.setdefault((shape[0], shape[2]), []).append((table, rows.length))
         elif (fibres := tile_fibres(rows)) is not None:
             by_tile.setdefault((fibres, words_of(rows)), []).append(table)
         else:
@@ -210,8 +210,14 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     return Tables(
         encode_rows=[make_row_launch(team, shapes, device) for team, shapes in by_team.items()],
         encode_columns=[
-            ColumnLaunch(*shape, torch.cat(tables).to(device), no_guesses(tables, device))
-            for shape, tables in by_columns.items()
+            ColumnLaunch(
+                warps,
+                columns,
+                max(length for _, length in mine),
+                torch.cat([table for table, _ in mine]).to(device),
+                no_guesses([table for table, _ in mine], device),
+            )
+            for (warps, columns), mine in by_columns.items()
         ],
         encode_tiles=[
             TileLaunch(
@@ -326,7 +332,7 @@ def describe_rows(group: Group, codec: Codec) -> list[Tensor]:
             torch.full((rows.count,), rows.length | rows.keep << 32),
             torch.full((rows.count,), rows.stride | which << 32),
             width | vector << 32,
-            neighbours(offsets) | (codec.table.entry_starts[which] + numbers * rows.keep) << 32,
+            (codec.table.entry_starts[which] + numbers * rows.keep) << 32,
         ]
         tables.append(torch.stack(columns, 1))
     return tables
@@ -341,14 +347,6 @@ def index_places(codec: Codec) -> list[tuple[int, int]]:
         (start + first if width else 0, width)
         for first, width in codec.indices.slot_places(codec.table)
     ]
-
-
-def neighbours(offsets: Tensor) -> Tensor:
-    """How many rows, from each on, begin one element after the one before."""
-    breaks = (offsets.diff() != 1).nonzero()[:, 0] + 1
-    ends = torch.cat([breaks, torch.tensor([len(offsets)])])
-    places = torch.arange(len(offsets))
-    return ends[torch.searchsorted(ends, places, right=True)] - places
 
 
 def tiles(tables: Sequence[Tensor], fibres: int) -> Tensor:
