@@ -13,6 +13,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __shared__ static
+#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 #define DYNAMIC_SHARED(type, name) static type name[1 << 16]
 static inline int max(int a, int b) { return a > b ? a : b; }

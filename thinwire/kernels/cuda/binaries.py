@@ -1,6 +1,6 @@
 """Compiled CUDA sources: once per process and set of `defines`, and kept on disk for the next process.
 
-NVRTC takes about half a second for a source, and a training run needs a dozen. They lie under `$THINWIRE_CACHE`, or
+NVRTC takes half a second to a few seconds for a source, and a training run needs a dozen. They lie under `$THINWIRE_CACHE`, or
 `thinwire/kernels` in the user's cache folder, named by everything they depend on; a folder that cannot be written to
 only costs the time.
 """

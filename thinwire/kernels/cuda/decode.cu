@@ -112,7 +112,7 @@ static __device__ __forceinline__ int find_place(const u8* payload, const Row& r
 extern "C" __global__ void decode_tiles(
     const u8* gathered, float* out, const Row* rows, const Piece* pieces, const u8* used, u8* status, float* share, int world,
     int payload_bytes, int into_bucket) {
-    __shared__ float sum[PIECE];
+    __shared__ __align__(16) float sum[PIECE];
     __shared__ int edges[MOST_AT_ONCE][FIBRES][2];
     const Piece piece = pieces[blockIdx.x];
     const int fibre = threadIdx.x % FIBRES, member = threadIdx.x / FIBRES, span = PIECE / FIBRES, team = THREADS / FIBRES;

@@ -30,8 +30,8 @@ COLUMNS = 8
 """Strided rows that lie next to each other: 32 bytes, the unit in which memory is read."""
 MAX_COLUMN_WARPS = 4
 """Four columns of four warps fill a block; then two blocks share a unit."""
-MAX_SHORT = 2048
-"""The longest row that one warp decodes in shared memory."""
+SHORT_LENGTHS = (512, 2048)
+"""Rows up to these lengths are decoded by one warp each, in as much shared memory as the longest of their launch needs."""
 SHARED_WORDS = 8192
 """Shared memory of a tile, in words: its histograms, later one bit per element."""
 BINS = 1024
@@ -115,7 +115,7 @@ class GiantLaunch:
 
 @dataclass(frozen=True, eq=False)
 class ShortLaunch:
-    """Contiguous rows that one warp each decodes, in as much shared memory as the longest needs."""
+    """Contiguous rows that one warp each decodes."""
 
     longest: int
     rows: Tensor
@@ -179,27 +179,29 @@ def words_of(rows: SlotRows) -> int:
 def make_tables(group: Group, codec: Codec) -> Tables:
     device = group.device
     described = describe_rows(group, codec)
-    by_team: dict[int, dict[tuple[int, int], list[Tensor]]] = {}
+    by_team: dict[tuple[int, int], dict[tuple[int, int], list[Tensor]]] = {}
     by_columns: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}
     by_tile: dict[tuple[int, int], list[Tensor]] = {}
     giants: list[tuple[SlotRows, Tensor]] = []
-    short: list[Tensor] = []
-    longest = 0
+    short: dict[int, list[Tensor]] = {}
     pieces: dict[int, list[tuple[Tensor, int]]] = {}
     for rows, table in zip(codec.table.rows, described, strict=True):
         shape = block_shape(rows)
         if shape is not None and shape[2] == 1:
-            shapes = by_team.setdefault(max(shape[0], SHORT_ROWS), {})
-            shapes.setdefault(shape[:2], []).append(table)
+            warps, elements, _ = shape
+            # Very long rows fill launches of their own, and several shapes of them take long to compile.
+            alone = elements if warps > SHORT_ROWS else 0
+            shapes = by_team.setdefault((max(warps, SHORT_ROWS), alone), {})
+            shapes.setdefault((warps, elements), []).append(table)
         elif shape is not None:
             by_columns.setdefault((shape[0], shape[2]), []).append((table, rows.length))
         elif (fibres := tile_fibres(rows)) is not None:
             by_tile.setdefault((fibres, words_of(rows)), []).append(table)
         else:
             giants.append((rows, table))
-        if is_contiguous(rows) and rows.length <= MAX_SHORT:
-            longest = max(longest, rows.length)
-            short.append(table)
+        if is_contiguous(rows) and rows.length <= SHORT_LENGTHS[-1]:
+            longest = next(longest for longest in SHORT_LENGTHS if rows.length <= longest)
+            short.setdefault(longest, []).append(table)
         else:
             fibres = 1 if is_contiguous(rows) else COLUMNS
             pieces.setdefault(fibres, []).append((table, rows.length))
@@ -208,7 +210,9 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     template[: header.nbytes] = header.view(torch.uint8)
     places = torch.tensor([rows.entries for rows in codec.table.rows], dtype=torch.int32)
     return Tables(
-        encode_rows=[make_row_launch(team, shapes, device) for team, shapes in by_team.items()],
+        encode_rows=[
+            make_row_launch(team, shapes, device) for (team, _), shapes in by_team.items()
+        ],
         encode_columns=[
             ColumnLaunch(
                 warps,
@@ -226,9 +230,9 @@ def make_tables(group: Group, codec: Codec) -> Tables:
             for (fibres, words), tables in by_tile.items()
         ],
         encode_giants=make_giants(giants, device) if giants else None,
-        decode_rows=[ShortLaunch(-(-longest // WARP) * WARP, torch.cat(short).to(device))]
-        if short
-        else [],
+        decode_rows=[
+            ShortLaunch(longest, torch.cat(tables).to(device)) for longest, tables in short.items()
+        ],
         decode_tiles=[
             TileLaunch(
                 fibres,
@@ -263,11 +267,9 @@ def make_row_launch(
         )
         tables += mine
         first += count
-    # Kernels take settings as signed numbers.
-    shapes_word = bits - (1 << 32) if bits >> 31 else bits
     return RowLaunch(
         team,
-        shapes_word,
+        bits,
         torch.cat(tables).to(device),
         torch.cat(parts).to(device),
         no_guesses(tables, device),
