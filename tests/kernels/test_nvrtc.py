@@ -11,7 +11,7 @@ import pytest
 
 from thinwire.kernels.cuda.binaries import OPTIONS
 from thinwire.kernels.cuda.launch import SOURCES, source_of
-from thinwire.kernels.cuda.tables import SHORT_ROWS
+from thinwire.kernels.cuda.tables import SHORT_ROWS, shape_bit
 from thinwire.lowrank.cuda.kernels import SOURCES as LOWRANK
 
 PLAIN = {"VALUE_CODE": 1, "GRADIENT_CODE": 0, "PACKED": 0}
@@ -23,9 +23,8 @@ THRESHOLD = {**PLAIN, "NOTE_WORDS": 1}
 
 def rows(*shapes: tuple[int, int]) -> dict[str, int]:
     """Of these (warps, elements per lane)."""
-    team = max(SHORT_ROWS, *(warps for warps, _ in shapes), 0)
-    bits = sum(1 << (elements // 4 - 1 + 16 * (warps > 1)) for warps, elements in shapes)
-    return {"TEAM": team, "SHAPES": bits}
+    team = max(SHORT_ROWS, *(warps for warps, _ in shapes))
+    return {"TEAM": team, "SHAPES": sum(1 << shape_bit(*shape) for shape in shapes)}
 
 
 def columns(warps: int, count: int) -> dict[str, int]:
@@ -105,10 +104,7 @@ def find_nvrtc() -> Nvrtc | None:
     except ImportError:
         return None
     found = [
-        path
-        for folder in nvidia.__path__
-        for path in Path(folder).glob("*/lib/libnvrtc.so.*")
-        if path.suffix != ".alt"
+        path for folder in nvidia.__path__ for path in Path(folder).glob("*/lib/libnvrtc.so.*")
     ]
     return Nvrtc(min(found)) if found else None
 

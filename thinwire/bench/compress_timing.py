@@ -85,17 +85,8 @@ class Stopwatch:
         self._lap = {}
 
     def timings(self) -> dict[str, Timing]:
-        return {name: self._timing(laps) for name, laps in self._by_name().items()}
-
-    def medians(self) -> dict[str, float]:
-        return {
-            name: statistics.median(lap.ms for lap in laps)
-            for name, laps in self._by_name().items()
-        }
-
-    def _by_name(self) -> dict[str, list[_Lap]]:
         names = dict.fromkeys(name for lap in self._laps for name in lap)
-        return {name: [lap.get(name, _Lap()) for lap in self._laps] for name in names}
+        return {name: self._timing([lap.get(name, _Lap()) for lap in self._laps]) for name in names}
 
     def _timing(self, laps: list[_Lap]) -> Timing:
         times = [lap.ms for lap in laps]
@@ -146,4 +137,4 @@ def time_device(
     for _ in range(QUEUED_LAPS):
         lap(watch)
         watch.end_lap(keep=True)
-    return watch.medians()
+    return {name: timing.ms for name, timing in watch.timings().items()}

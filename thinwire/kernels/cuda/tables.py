@@ -188,11 +188,8 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     for rows, table in zip(codec.table.rows, described, strict=True):
         shape = block_shape(rows)
         if shape is not None and shape[2] == 1:
-            warps, elements, _ = shape
-            # Very long rows fill launches of their own, and several shapes of them take long to compile.
-            alone = elements if warps > SHORT_ROWS else 0
-            shapes = by_team.setdefault((max(warps, SHORT_ROWS), alone), {})
-            shapes.setdefault((warps, elements), []).append(table)
+            shapes = by_team.setdefault(launch_of(*shape[:2]), {})
+            shapes.setdefault(shape[:2], []).append(table)
         elif shape is not None:
             by_columns.setdefault((shape[0], shape[2]), []).append((table, rows.length))
         elif (fibres := tile_fibres(rows)) is not None:
@@ -206,21 +203,13 @@ def make_tables(group: Group, codec: Codec) -> Tables:
             fibres = 1 if is_contiguous(rows) else COLUMNS
             pieces.setdefault(fibres, []).append((table, rows.length))
     header = codec.fixed_header()
-    template = torch.zeros(codec.nbytes, dtype=torch.uint8)
-    template[: header.nbytes] = header.view(torch.uint8)
     places = torch.tensor([rows.entries for rows in codec.table.rows], dtype=torch.int32)
     return Tables(
         encode_rows=[
             make_row_launch(team, shapes, device) for (team, _), shapes in by_team.items()
         ],
         encode_columns=[
-            ColumnLaunch(
-                warps,
-                columns,
-                max(length for _, length in mine),
-                torch.cat([table for table, _ in mine]).to(device),
-                no_guesses([table for table, _ in mine], device),
-            )
+            make_column_launch(warps, columns, mine, device)
             for (warps, columns), mine in by_columns.items()
         ],
         encode_tiles=[
@@ -243,9 +232,28 @@ def make_tables(group: Group, codec: Codec) -> Tables:
             for fibres, tables in pieces.items()
         ],
         all_rows=torch.cat(described).to(device),
-        template=template.to(device),
+        template=blank_payload(codec).to(device),
         expected=torch.cat([header[:FIXED_WORDS], places]).to(device),
     )
+
+
+def blank_payload(codec: Codec) -> Tensor:
+    """uint8: the header without flags, then zeros."""
+    header = codec.fixed_header().view(torch.uint8)
+    return torch.cat([header, header.new_zeros(codec.nbytes - header.nbytes)])
+
+
+def launch_of(warps: int, elements: int) -> tuple[int, int]:
+    """(warps of a block, elements per lane where a shape has its launch to itself, or 0).
+
+    Very long rows fill launches of their own, and several shapes of them take long to compile.
+    """
+    return (SHORT_ROWS, 0) if warps <= SHORT_ROWS else (warps, elements)
+
+
+def shape_bit(warps: int, elements: int) -> int:
+    """Which bit of SHAPES stands for rows of this shape."""
+    return elements // 4 - 1 + (0 if warps == 1 else TEAM_SHAPES)
 
 
 def make_row_launch(
@@ -256,7 +264,7 @@ def make_row_launch(
     parts: list[Tensor] = []
     first, bits = 0, 0
     for (warps, elements), mine in sorted(shapes.items(), key=lambda item: -item[0][1]):
-        bit = elements // 4 - 1 + (0 if warps == 1 else TEAM_SHAPES)
+        bit = shape_bit(warps, elements)
         bits |= 1 << bit
         count, each = sum(map(len, mine)), team if warps == 1 else 1
         starts = torch.arange(0, count, each, dtype=torch.int32)
@@ -274,6 +282,16 @@ def make_row_launch(
         torch.cat(parts).to(device),
         no_guesses(tables, device),
     )
+
+
+def make_column_launch(
+    warps: int, columns: int, slots: Sequence[tuple[Tensor, int]], device: torch.device
+) -> ColumnLaunch:
+    """`slots` are their rows and the length of these."""
+    tables = [table for table, _ in slots]
+    longest = max(length for _, length in slots)
+    rows = torch.cat(tables).to(device)
+    return ColumnLaunch(warps, columns, longest, rows, no_guesses(tables, device))
 
 
 def no_guesses(tables: Sequence[Tensor], device: torch.device) -> Tensor:
