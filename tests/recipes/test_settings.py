@@ -108,6 +108,8 @@ def test_none_in_a_file_takes_away_what_the_task_has() -> None:
         ("[method]\nname = 'dgc'\nmemory = { maskin = true }", r"memory.maskin is no setting of"),
         ("[method]\nexchange = { kind = 'Pigeon' }", "exchange.kind is 'Pigeon'; it must be"),
         ("[method]\ndensity_warmup = 0.5", "density_warmup is 0.5; it must be a list"),
+        ("[method]\ndense_epochs = 0", "dense_epochs is 0; it must be a whole number of at least 1"),
+        ("[method]\nname = 'dense'\ndense_epochs = 1", "dense_epochs is 1, but dense has no such"),
         ("[methods.topk]\nrank = 2", "rank is 2, but topk has no such setting"),
         ("[run]\ngraph = true", "graph is True, which goes only with simulate_workers"),
         ("[task]\nname = 'digits'\nsynthetic = 'no'", "synthetic is 'no'; it must be True or"),
@@ -188,6 +190,15 @@ def test_overrides_are_plain_values_or_text() -> None:
     ]
     as_in_a_file = parse_override('method.memory={kind = "Residual"}')
     assert as_in_a_file == parse_override("method.memory.kind=Residual")
+
+
+def test_dense_epochs_come_before_everything_else() -> None:
+    settings = {"density_warmup": [0.25], "dense_epochs": 2}
+    method = build_method("topk", settings, steps_per_epoch=10)
+    later = build_method("topk", {"density_warmup": [0.25]}, steps_per_epoch=10)
+    assert method == tw.Timeline(phases=((0, tw.Dense()), (20, later)))
+    assert [type(method.at(step)) for step in (19, 20)] == [tw.Dense, tw.TopK]
+    assert method.at(29) == tw.TopK(density=0.25)
 
 
 def test_the_fragments_of_dgc() -> None:

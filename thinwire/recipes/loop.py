@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import UsageError
 from thinwire.methods.base import Method, Sparsifier
+from thinwire.methods.timeline import Timeline
 from thinwire.observe.metrics import MetricsLog, Record
 from thinwire.observe.results import Row
 from thinwire.recipes.checkpoints import Checkpoints, State
@@ -350,6 +351,8 @@ def count_parameters(model: nn.Module) -> int:
 
 def asked_density(method: Method) -> float | None:
     """The density a method ends at; None for one without."""
+    if isinstance(method, Timeline):
+        return asked_density(method.phases[-1][1])
     return method.kept if isinstance(method, Sparsifier) else getattr(method, "density", None)
 
 

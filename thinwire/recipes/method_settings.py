@@ -1,10 +1,11 @@
 """Method settings: a method from plain values, as files and the command line have them.
 
 Any field of the method can be set. A field that holds a part (memory, exchange, clip) takes a table of the part's own
-fields, with `kind` for another part: `memory = { masking = false }`, `exchange = { kind = "SplitReduce" }`. One
-setting is the recipe's own:
+fields, with `kind` for another part: `memory = { masking = false }`, `exchange = { kind = "SplitReduce" }`. Two
+settings are the recipe's own:
 
     density_warmup   densities of the first epochs, one each, before `density`; 1.0 is dense
+    dense_epochs     how many epochs come first in which nothing is compressed
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import torch
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.methods.base import Method
+from thinwire.methods.base import Dense, Method
 from thinwire.methods.registry import METHODS, Preset, find_preset
 from thinwire.recipes.names import hint
-from thinwire.validate import check_instance
+from thinwire.validate import check_instance, check_positive_int
 
 Plain = Mapping[str, Any]
 WARMUP = "density_warmup"
+DENSE_EPOCHS = "dense_epochs"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def takes(preset: Preset, setting: str) -> bool:
+    if setting == DENSE_EPOCHS:
+        return preset.kind is not Dense
     return preset.takes("density" if setting == WARMUP else setting)
 
 
@@ -63,7 +67,8 @@ def check_own(name: str, settings: Plain) -> None:
 def field_names(presets: Iterable[Preset]) -> list[str]:
     kinds = {preset.kind for preset in presets}
     names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-    return [*names, WARMUP] if "density" in names else list(names)
+    own = [WARMUP, DENSE_EPOCHS] if "density" in names else [DENSE_EPOCHS]
+    return [*names, *own]
 
 
 def build_method(
@@ -76,7 +81,7 @@ def build_method(
     """
     preset = find_preset(name)
     values = {**preset.fixed, **settings}
-    epochs = values.pop(WARMUP, None)
+    epochs, dense_epochs = values.pop(WARMUP, None), values.pop(DENSE_EPOCHS, None)
     built = {setting: build_value(preset, setting, value) for setting, value in values.items()}
     method = preset.kind(**built)
     changes: dict[str, Any] = {}
@@ -90,7 +95,12 @@ def build_method(
                 f"clip_norm is {clip_norm!r}, but {name} accumulates momentum before the exchange and has no clip of its own"
             )
         changes["clip"] = tw.Clip(norm=clip_norm, by_workers=True)
-    return replace(method, **changes)
+    method = replace(method, **changes)
+    if dense_epochs is None:
+        return method
+    check_positive_int(DENSE_EPOCHS, dense_epochs)
+    phases = ((0, Dense()), (dense_epochs * steps_per_epoch, method))
+    return tw.Timeline(phases=phases)
 
 
 def check_warmup(densities: Any) -> None:
