@@ -154,6 +154,9 @@ class Study:
         ]
         return replace(self, batches=batches)
 
+    def only_at(self, densities: Sequence[float]) -> Study:
+        return replace(self, batches=[b for b in self.batches if b.density in densities])
+
     def with_batch_size(self, size: int) -> Study:
         """Another batch per worker, the learning rate in proportion."""
         lr = self.training["lr"] * size / self.training["batch_size"]
