@@ -173,9 +173,14 @@ def test_nothing_is_counted_twice(text: str, message: str) -> None:
 
 def test_momentum_that_cannot_be_taken_over_is_refused_before_anything_is_trained() -> None:
     text = "[task]\nname = 'chars'\n[compare]\nmethods = ['dense', 'dgc']"
-    with pytest.raises(UsageError, match="optimizer is 'adamw', but dgc takes momentum over"):
+    with pytest.raises(UsageError, match="optimizer is 'adamw', whose second moment has to be"):
         job_of(text, "compare")
     job_of(f"{text}\n[methods.dgc]\nmemory = {{ kind = 'Residual' }}", "compare")
+    dense_first = f"{text}\n[methods.dgc]\ndense_epochs = 1"
+    job_of(dense_first, "compare")
+    decayed = f"{dense_first}\n[training]\noptimizer = 'adam'\nweight_decay = 0.1"
+    with pytest.raises(UsageError, match=r"weight_decay is 0\.1 with optimizer 'adam'"):
+        job_of(decayed, "compare")
 
 
 def test_overrides_are_plain_values_or_text() -> None:
