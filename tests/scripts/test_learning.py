@@ -152,6 +152,7 @@ def test_every_planned_cell_can_be_built():
             if built.method not in WITHOUT_DENSITY:
                 kept = repr(built.build_method(97).at(10_000).memory)
                 corrected = images and not cell.method.endswith("residual")
+                corrected |= cell.method.endswith("frozen")
                 assert kept.startswith("MomentumCorrection" if corrected else "Residual")
                 assert ("masking=True" in kept) == cell.method.endswith("masked")
             assert job.training.channels_last == images
@@ -161,7 +162,7 @@ def test_every_planned_cell_can_be_built():
                 assert cell.own["density_warmup"] == wanted
             dense = None if images or cell.method == "dense" else 2
             assert cell.own.get("dense_epochs") == dense
-    assert len(keys) == len(set(keys)) == 18 + 17 + 7 + 7
+    assert len(keys) == len(set(keys)) == 18 + 17 + 7 + 9
     assert keys[0] == "cifar10-resnet20/dense#0" and keys[-1] == "wikitext2-small-gpt/dgc@0.05#0"
     assert [key.partition("#")[2] for key in keys[:18]] == ["0"] * 6 + ["1"] * 6 + ["2"] * 6
     assert {key.partition("/")[2] for key in keys[18:21]} == {f"dgc@0.001#{i}" for i in range(3)}
