@@ -1,342 +1,566 @@
 // The same as encode_rows for rows of any length, such as whole tensors: many blocks work on one row.
 //
-// A row is cut into chunks of CHUNK elements.
-//  1. count      c = residual + gradient, or as momentum.cuh says, to memory; a histogram of the leading bits in every chunk.
-//  2. bound      The bin of the keep-th magnitude, and where each chunk's candidates (that bin and above) begin in a list.
-//  3. collect    The candidates, in order. About as many as are wanted, so that nothing after this reads the whole row.
-//  4. search     The exact pattern of the keep-th magnitude among the candidates, bin by bin as in encode_tiles.
-//  5. tally      Per chunk: how many exceed it, how many equal it.
-//  6. place      Where each chunk's entries go in the payload, and how many ties it may send.
-//  7. send       The entries, in order.
-// A row whose candidates do not fit the list (most of its elements are equal) is done by `fallback`, one block per row, slower.
+// A row is cut into chunks of CHUNK elements. Candidates are what reaches a cut that about twice as many reached in the last call
+// as are sent; so many are left even if nothing is added to what stays.
+//  1. collect  c = residual + gradient, or as momentum.cuh says, to memory; candidates to the row's list, chunk by chunk, and a
+//              histogram of them, finest just above the cut.
+//  2. decide   GROUP chunks to a block: the bin of the keep-th magnitude, how many of each chunk are above it, and the few inside
+//              to a list of their own. The block that ends last for a row finds the pattern of the keep-th magnitude among these,
+//              where each chunk's entries go in the payload, and the next call's cut.
+//  3. send     The entries, in order, one warp to a chunk.
+// The ways of a row:
+//  READY       As above: memory is passed over once.
+//  AGAIN       Too many candidates for the list, as in the first call. The histogram has a better cut, `decide` collects again.
+//  FEW         Fewer elements than are wanted are not 0. The first zeros are sent too; `send` finds them in memory.
+//  SLOW        Too few candidates, or too many that are about equal: one block searches memory for the pattern.
 
 #include "momentum.cuh"
 #include "search.cuh"
 
-#define CHUNK 16384
-#define COPIES 4
-#define COUNT_THREADS 512
-#define ROW_THREADS 1024
-#define WARP_PART (CHUNK / (COUNT_THREADS / 32))
+#define THREADS 256
+#define PER_LANE 16
+#define QUADS (PER_LANE / 4)
+#define WARP_PART (32 * PER_LANE)
+#define CHUNK (WARP_PART * (THREADS / 32))
+#define GROUP 32
+#define SEND_WARPS 4
+// Loads of a list that are under way at once.
+#define LIST_BATCH 4
+#if MOMENTUM
+#define COLLECT_BLOCKS 3
+#else
+#define COLLECT_BLOCKS 4
+#endif
+
+#define READY 0
+#define AGAIN 1
+#define FEW 2
+#define SLOW 3
 
 struct Chunk {
     int row;
-    int first;  // chunk number of the row's first chunk
-    i64 start;  // element
+    int start;  // element
+};
+
+struct Group {
+    int row;
+    int first;  // chunk
 };
 
 struct Giant {
-    int chunks;     // set by the host, as are the two below
-    int list;       // where the row's candidates begin
-    int capacity;   // how many fit
-    int base;       // the histogram's first bin begins here, 12 octaves below the pattern found in the last call ...
-    int shift;      // ... and each bin is this many bits wide; 0 octaves and 21 bits in the first call
-    int low;        // pattern of the keep-th magnitude
-    int span;       // it is known up to this many bits ...
-    int ceiling;    // ... and to be below this
-    int above;      // how many exceed it
-    int listed;     // candidates
-    int reached;    // how many reach `low`
-    int overflow;
-    int ties;       // how many that equal `low` are wanted
+    int first;  // chunk; set by the host, as are those up to the empty line
+    int chunks;
+    int groups;
+    int list;  // where its candidates begin ...
+    int room;  // ... and how many fit
+    int edge;  // the same for those in the bin of the keep-th magnitude
+    int edge_room;
+
+    int cut;  // pattern of the smallest candidate of the next call; up to 1, everything that is not 0
+    u32 listed;
+    u32 relisted;  // when collecting again
+    u32 edges;
+    u32 done;  // groups
+    int low;   // pattern of the keep-th magnitude
+    int way;
 };
 
-#define WINDOW_BELOW (12 << 23)
-#define WINDOW_SHIFT 17
+struct Section {
+    int start;  // of the chunk's candidates in the row's list
+    int count;
+    int place;  // of the first it sends; before that, how many exceed `low`
+    int ties;   // how many that equal `low` it sends; before that, how many it has
+};
 
-// The bin of a magnitude; what is outside the window is in the first or the last one.
-static __device__ __forceinline__ int bin_of(int bits, int base, int shift) {
-    return min(max((bits - base) >> shift, 0), BINS - 1);
+struct Edge {
+    int bits;
+    int chunk;
+};
+
+struct Lists {
+    float* values;
+    u16* places;  // in the chunk
+};
+
+// -- the histogram ----------------------------------------------------------------------------------------------------
+
+#define FINE_BINS 768
+#define FINE_SHIFT 13
+#define COARSE_SHIFT 20
+// 2^-100: 1024 bins of an eighth of an octave from here.
+#define COLD_ORIGIN (27 << 23)
+
+// Bins of 1/1024 octave from the cut on, so that few magnitudes are in one, then of 1/8 for what has grown suddenly.
+struct Window {
+    int cut, origin, fine;
+
+    __device__ __forceinline__ int bin(int bits) const {
+        const int past = max(bits - origin, 0), beyond = past - (fine << FINE_SHIFT);
+        return beyond < 0 ? past >> FINE_SHIFT : min(fine + (beyond >> COARSE_SHIFT), BINS - 1);
+    }
+
+    // Unsigned, because the last bins may begin behind the last pattern.
+    __device__ __forceinline__ u32 low(int bin) const {
+        if (bin == 0) return (u32)cut;
+        return (u32)origin + ((u32)min(bin, fine) << FINE_SHIFT) + ((u32)max(bin - fine, 0) << COARSE_SHIFT);
+    }
+
+    __device__ __forceinline__ int high(int bin) const {
+        const u32 next = bin < BINS - 1 ? low(bin + 1) : 0x80000000u;
+        return (int)(next < 0x80000000u ? next - 1 : 0x7fffffffu);
+    }
+};
+
+// A new scale of the gradients moves the cut too.
+static __device__ __forceinline__ Window window_of(int cut, float scale) {
+    if (cut > 1) cut = magnitude(__fmul_rn(__int_as_float(cut), scale));
+    if (cut <= 1) return {1, COLD_ORIGIN, 0};
+    return {cut, cut, FINE_BINS};
 }
 
-extern "C" __global__ void giants_count(
-    const Gradient* bucket, float* memory, u8* payload, const Row* rows, const Chunk* chunks, const Giant* giants, u16* histograms,
-    const float* ratio MOMENTUM_PARAMETERS) {
-    __shared__ u32 histogram[COPIES * BINS];
-    const Chunk chunk = chunks[blockIdx.x];
-    const Row row = rows[chunk.row];
-    const Gradient* gradient = bucket + row.gradient + chunk.start * row.stride;
-    const int count = (int)(row.length - chunk.start < CHUNK ? row.length - chunk.start : CHUNK);
-    const float scale = *ratio;
-    const Momentum correction = MOMENTUM_OF_GROUP;
-    const i64 place = row.memory + chunk.start * row.stride;
-    const int base = giants[chunk.row].base, shift = giants[chunk.row].shift;
+// -- collect ----------------------------------------------------------------------------------------------------------
+
+// Where a lane's e-th element is in the warp's part.
+template <bool VECTOR>
+static __device__ __forceinline__ int place_of(int e, int lane) {
+    return VECTOR ? 128 * (e / 4) + 4 * lane + e % 4 : 32 * e + lane;
+}
+
+// A lane's elements of a part that begins at `gradient` and, in memory, at `place`; `left` > 0 elements of the row are from there on.
+template <bool VECTOR>
+static __device__ __forceinline__ void compensate_part(
+    const Gradient* gradient, float* memory, i64 place, int stride, int left, float scale, const Momentum& correction, float* c,
+    bool& had, bool& bad) {
+    const int lane = threadIdx.x & 31;
     float* held = memory + place;
-    u32* mine = histogram + (threadIdx.x % COPIES) * BINS;
-    bool had = false, bad = false;
-    for (int i = threadIdx.x; i < COPIES * BINS; i += COUNT_THREADS) histogram[i] = 0;
-    __syncthreads();
-    if (row.vector) {
-        for (int j = 4 * threadIdx.x; j < count; j += 4 * COUNT_THREADS) {
-            float4 old = *reinterpret_cast<const float4*>(held + j);
-            const Quad fresh = *reinterpret_cast<const Quad*>(gradient + j);
-            float4 last = correction.get_quad(place + j);
-            old.x = correction.compensate(fresh.x, old.x, scale, last.x, had, bad);
-            old.y = correction.compensate(fresh.y, old.y, scale, last.y, had, bad);
-            old.z = correction.compensate(fresh.z, old.z, scale, last.z, had, bad);
-            old.w = correction.compensate(fresh.w, old.w, scale, last.w, had, bad);
-            *reinterpret_cast<float4*>(held + j) = old;
-            correction.put_quad(place + j, last);
-            atomicAdd(&mine[bin_of(magnitude(old.x), base, shift)], 1u);
-            atomicAdd(&mine[bin_of(magnitude(old.y), base, shift)], 1u);
-            atomicAdd(&mine[bin_of(magnitude(old.z), base, shift)], 1u);
-            atomicAdd(&mine[bin_of(magnitude(old.w), base, shift)], 1u);
+    if (VECTOR) {
+        float4 old[QUADS], last[QUADS];
+        Quad fresh[QUADS];
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+            // What is behind the end is read too, from inside: a load that depends on a comparison waits for the one before.
+            const int j = min(128 * i + 4 * lane, left - 4);
+            old[i] = *reinterpret_cast<const float4*>(held + j);
+            fresh[i] = *reinterpret_cast<const Quad*>(gradient + j);
+            last[i] = correction.get_quad(place + j);
         }
-    } else {
-        for (int j = threadIdx.x; j < count; j += COUNT_THREADS) {
-            const i64 at = (i64)j * row.stride;
-            float last = correction.get(place + at);
-            const float c = correction.compensate(gradient[at], held[at], scale, last, had, bad);
-            held[at] = c;
-            correction.put(place + at, last);
-            atomicAdd(&mine[bin_of(magnitude(c), base, shift)], 1u);
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+            const int j = 128 * i + 4 * lane;
+            float4 now = old[i];
+            now.x = correction.compensate(fresh[i].x, now.x, scale, last[i].x, had, bad);
+            now.y = correction.compensate(fresh[i].y, now.y, scale, last[i].y, had, bad);
+            now.z = correction.compensate(fresh[i].z, now.z, scale, last[i].z, had, bad);
+            now.w = correction.compensate(fresh[i].w, now.w, scale, last[i].w, had, bad);
+            if (j < left) {
+                *reinterpret_cast<float4*>(held + j) = now;
+                correction.put_quad(place + j, last[i]);
+            }
+            c[4 * i] = now.x, c[4 * i + 1] = now.y, c[4 * i + 2] = now.z, c[4 * i + 3] = now.w;
+        }
+        return;
+    }
+    Gradient fresh[PER_LANE];
+    float last[PER_LANE];
+#pragma unroll
+    for (int e = 0; e < PER_LANE; ++e) {
+        const i64 at = (i64)min(32 * e + lane, left - 1) * stride;
+        c[e] = held[at];
+        fresh[e] = gradient[at];
+        last[e] = correction.get(place + at);
+    }
+#pragma unroll
+    for (int e = 0; e < PER_LANE; ++e) {
+        const i64 at = (i64)(32 * e + lane) * stride;
+        c[e] = correction.compensate(fresh[e], c[e], scale, last[e], had, bad);
+        if (32 * e + lane < left) {
+            held[at] = c[e];
+            correction.put(place + at, last[e]);
         }
     }
-    __syncthreads();
-    for (int bin = threadIdx.x; bin < BINS; bin += COUNT_THREADS) {
-        u32 sum = 0;
-        for (int copy = 0; copy < COPIES; ++copy) sum += histogram[copy * BINS + bin];
-        histograms[(i64)blockIdx.x * BINS + bin] = (u16)sum;
-    }
-    if (had) raise(had_word(payload, row.slot));
-    if (bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
 }
 
-static __device__ __forceinline__ bool is_within(int bits, int low, int span, int ceiling) {
-    return bits >= low && bits < ceiling && (bits - low) >> span == 0;
+// One bit per element of the lane that reaches the cut.
+template <bool VECTOR>
+static __device__ __forceinline__ u32 find_candidates(const float* c, int left, int cut) {
+    const int lane = threadIdx.x & 31;
+    u32 mask = 0;
+#pragma unroll
+    for (int e = 0; e < PER_LANE; ++e)
+        if (magnitude(c[e]) >= cut && place_of<VECTOR>(e, lane) < left) mask |= 1u << e;
+    return mask;
 }
 
-// The next call's histogram is finest around what this one found.
-static __device__ __forceinline__ void aim(Giant& giant, int low) {
-    giant.base = max(0, min(low - WINDOW_BELOW, 0x7fffffff - (BINS << WINDOW_SHIFT)));
-    giant.shift = WINDOW_SHIFT;
-}
-
-extern "C" __global__ __launch_bounds__(ROW_THREADS) void giants_bound(
-    const Row* rows, const int* first_chunks, Giant* giants, const u16* histograms, int* starts) {
-    __shared__ int words[32], answer[3];
-    const Row row = rows[blockIdx.x];
-    Giant& giant = giants[blockIdx.x];
-    const int first = first_chunks[blockIdx.x], bin = BINS - 1 - threadIdx.x, lane = threadIdx.x & 31;
-    int here = 0;
-#pragma unroll 8
-    for (int chunk = 0; chunk < giant.chunks; ++chunk) here += histograms[(i64)(first + chunk) * BINS + bin];
-    int found, above, inside;
-    find_bin(here, row.keep, found, above, inside, words, answer);
-    const int candidates = above + inside;
-    if (threadIdx.x == 0) {
-        // The first bin also has all that is below the window, the last all that is above.
-        giant.low = found ? giant.base + (found << giant.shift) : 0;
-        giant.span = found && found < BINS - 1 ? giant.shift : 31;
-        giant.ceiling = found < BINS - 1 ? giant.base + ((found + 1) << giant.shift) : 0x7fffffff;
-        giant.above = above;
-        giant.listed = giant.reached = candidates;
-        giant.overflow = candidates > giant.capacity;
-    }
-    // Candidates of each chunk, one warp per chunk, then where they begin.
-    for (int chunk = threadIdx.x / 32; chunk < giant.chunks; chunk += ROW_THREADS / 32) {
-        int sum = 0;
-        for (int b = found + lane; b < BINS; b += 32) sum += histograms[(i64)(first + chunk) * BINS + b];
-        sum = warp_sum(sum);
-        if (lane == 0) starts[first + chunk] = sum;
-    }
-    __syncthreads();
-    int before = 0;
-    for (int base = 0; base < giant.chunks; base += ROW_THREADS) {
-        const int chunk = base + threadIdx.x;
-        const int count = chunk < giant.chunks ? starts[first + chunk] : 0;
-        int total;
-        const int upto = block_sum_upto(count, words, total);
-        if (chunk < giant.chunks) starts[first + chunk] = giant.list + before + upto - count;
-        before += total;
+// The candidates of a warp's part, which begins at `part` in its chunk, to the list from `next` on, in order.
+template <bool VECTOR>
+static __device__ __forceinline__ void append(const float* c, u32 mask, int part, int next, const Lists& lists) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) {
+        u32 ballots[4];
+        int at = next;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            ballots[q] = __ballot_sync(EVERY_LANE, (mask >> (4 * i + q)) & 1);
+            // Four neighbours are one lane's.
+            if (VECTOR) at += lanes_before(ballots[q], lane);
+        }
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const int e = 4 * i + q, mine = VECTOR ? at : next + lanes_before(ballots[q], lane);
+            if ((mask >> e) & 1) {
+                lists.values[mine] = c[e];
+                lists.places[mine] = (u16)(part + place_of<VECTOR>(e, lane));
+                ++at;
+            }
+            next += __popc(ballots[q]);
+        }
     }
 }
 
-extern "C" __global__ void giants_collect(
-    const float* memory, const Row* rows, const Chunk* chunks, const Giant* giants, const int* starts, int* list_bits, int* list_index) {
-    __shared__ int words[COUNT_THREADS / 32];
-    const Chunk chunk = chunks[blockIdx.x];
-    const Giant giant = giants[chunk.row];
-    if (giant.overflow) return;
-    const Row row = rows[chunk.row];
+static __device__ __forceinline__ void report(bool had, bool bad, int slot, u8* payload) {
+    const u32 any_had = __ballot_sync(EVERY_LANE, had), any_bad = __ballot_sync(EVERY_LANE, bad);
+    if ((threadIdx.x & 31) == 0) {
+        if (any_had) raise(had_word(payload, slot));
+        if (any_bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
+    }
+}
+
+// Where a chunk's candidates go in the list; -1 if they do not fit, and then they are only counted.
+static __device__ __forceinline__ int allot(Giant& giant, Section& section, const int* counts) {
+    int total = 0;
+    for (int w = 0; w < THREADS / 32; ++w) total += counts[w];
+    section.start = total ? (int)atomicAdd(&giant.listed, (u32)total) : 0;
+    section.count = total;
+    return section.start + total <= giant.room ? giant.list + section.start : -1;
+}
+
+extern "C" __global__ __launch_bounds__(THREADS, COLLECT_BLOCKS) void giants_collect(
+    const Gradient* bucket, float* memory, u8* payload, const Row* rows, const Chunk* chunks, Giant* giants, Section* sections,
+    u32* histograms, float* list_values, u16* list_places, const float* ratio MOMENTUM_PARAMETERS) {
+    __shared__ u32 histogram[BINS];
+    __shared__ int counts[THREADS / 32], begin;
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    const i64 part = chunk.start + warp * WARP_PART;
-    const float* held = memory + row.memory;
-    const float threshold = __int_as_float(giant.low);
-    // Twice over the warp's part, the second time from the cache: first how many, then where.
-    int mine = 0;
-    for (int j = lane; j < WARP_PART; j += 32)
-        if (part + j < row.length) mine += fabsf(held[(part + j) * row.stride]) >= threshold;
-    mine = warp_sum(mine);
-    if (lane == 0) words[warp] = mine;
+    const Chunk chunk = chunks[blockIdx.x];
+    const Row row = rows[chunk.row];
+    Giant& giant = giants[chunk.row];
+    const float scale = *ratio;
+    const Window window = window_of(giant.cut, scale);
+    const Momentum correction = MOMENTUM_OF_GROUP;
+    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
+
+    const int part = chunk.start + warp * WARP_PART, left = row.length - part;
+    const i64 at = (i64)part * row.stride;
+    float c[PER_LANE];
+    u32 mask = 0;
+    bool had = false, bad = false;
+    if (left > 0 && row.vector) {
+        compensate_part<true>(bucket + row.gradient + at, memory, row.memory + at, 1, left, scale, correction, c, had, bad);
+        mask = find_candidates<true>(c, left, window.cut);
+    } else if (left > 0) {
+        compensate_part<false>(
+            bucket + row.gradient + at, memory, row.memory + at, row.stride, left, scale, correction, c, had, bad);
+        mask = find_candidates<false>(c, left, window.cut);
+    }
+    const int mine = warp_sum(__popc(mask));
+    if (lane == 0) counts[warp] = mine;
     __syncthreads();
-    int next = starts[blockIdx.x];
-    for (int w = 0; w < warp; ++w) next += words[w];
-    for (int j = lane; j < WARP_PART; j += 32) {
-        const bool inside = part + j < row.length;
-        const float c = inside ? held[(part + j) * row.stride] : 0.0f;
-        const bool candidate = inside && fabsf(c) >= threshold;
+    if (threadIdx.x == 0) begin = allot(giant, sections[blockIdx.x], counts);
+    // In the time that takes:
+#pragma unroll
+    for (int e = 0; e < PER_LANE; ++e)
+        if ((mask >> e) & 1) atomicAdd(&histogram[window.bin(magnitude(c[e]))], 1u);
+    report(had, bad, row.slot, payload);
+    __syncthreads();
+    for (int bin = threadIdx.x; bin < BINS; bin += THREADS)
+        if (histogram[bin]) atomicAdd(&histograms[(i64)chunk.row * BINS + bin], histogram[bin]);
+    if (begin < 0 || mine == 0) return;
+    int next = begin;
+    for (int w = 0; w < warp; ++w) next += counts[w];
+    if (row.vector)
+        append<true>(c, mask, warp * WARP_PART, next, {list_values, list_places});
+    else
+        append<false>(c, mask, warp * WARP_PART, next, {list_values, list_places});
+}
+
+// -- decide -----------------------------------------------------------------------------------------------------------
+
+struct Verdict {
+    int way;
+    int low, high;  // the keep-th magnitude is one of these patterns ...
+    int above;      // ... and so many are above them
+    int cut;        // of the next call
+};
+
+// So many shall reach the next call's cut.
+static __device__ __forceinline__ int target_of(const Row& row) {
+    const i64 twice = 2 * (i64)row.keep + 64;
+    const int middle = row.keep + (row.length - row.keep) / 2;
+    return twice < middle ? (int)twice : middle;
+}
+
+// A lower cut where fewer than that reached this one; `total` > 0. By experience the number grows with the eighth power.
+static __device__ __forceinline__ int lower_cut(int cut, int total, int target) {
+    const float missing = (float)(target - total) / (float)total;
+    return cut - (int)(fminf(missing, 2.0f) * (float)(1 << 21));
+}
+
+// The same for all blocks of a row, from the histogram of its candidates. `answer` has 4 places.
+static __device__ __forceinline__ Verdict judge(
+    const Row& row, const Giant& giant, const Window& window, const u32* histogram, int* words, int* answer) {
+    const int bin = BINS - 1 - (int)threadIdx.x, here = (int)histogram[bin], target = target_of(row);
+    int total;
+    const int upto = block_sum_upto(here, words, total), before = upto - here;
+    if (upto >= row.keep && before < row.keep) answer[0] = bin, answer[1] = before, answer[2] = here;
+    if (upto >= target && before < target) {
+        // As if a bin's magnitudes were spread evenly.
+        const int low = (int)window.low(bin), high = window.high(bin);
+        answer[3] = low + (int)((float)(high - low) * ((float)(upto - target) / (float)here));
+    }
+    __syncthreads();
+    Verdict verdict = {};
+    verdict.cut = total >= target ? answer[3] : lower_cut(window.cut, max(total, 1), target);
+    if (total < row.keep) {
+        verdict.way = window.cut <= 1 ? FEW : SLOW;
+        verdict.above = total;
+        return verdict;
+    }
+    verdict.low = (int)window.low(answer[0]), verdict.high = window.high(answer[0]), verdict.above = answer[1];
+    verdict.way = total <= giant.room ? READY : answer[1] + answer[2] <= giant.room ? AGAIN : SLOW;
+    return verdict;
+}
+
+// A warp lists what reaches `low` in a chunk.
+static __device__ __forceinline__ void collect_again(
+    const float* memory, const Row& row, int start, int low, Giant& giant, Section& section, const Lists& lists) {
+    const int lane = threadIdx.x & 31, length = min(row.length - start, CHUNK);
+    const float* held = memory + row.memory + (i64)start * row.stride;
+    int mine = 0;
+#pragma unroll 8
+    for (int j = lane; j < length; j += 32) mine += magnitude(held[(i64)j * row.stride]) >= low;
+    section.count = warp_sum(mine);
+    if (lane == 0) section.start = (int)atomicAdd(&giant.relisted, (u32)section.count);
+    section.start = __shfl_sync(EVERY_LANE, section.start, 0);
+    int next = giant.list + section.start;
+#pragma unroll 8
+    for (int base = 0; base < length; base += 32) {
+        const int j = base + lane;
+        const float c = held[(i64)min(j, length - 1) * row.stride];
+        const bool candidate = j < length && magnitude(c) >= low;
         const u32 ballot = __ballot_sync(EVERY_LANE, candidate);
         if (candidate) {
             const int at = next + lanes_before(ballot, lane);
-            list_bits[at] = magnitude(c);
-            list_index[at] = (int)(part + j);
+            lists.values[at] = c;
+            lists.places[at] = (u16)j;
         }
         next += __popc(ballot);
     }
+    __syncwarp();
 }
 
-extern "C" __global__ __launch_bounds__(ROW_THREADS) void giants_search(const Row* rows, Giant* giants, const int* list_bits) {
-    __shared__ u32 histogram[BINS];
-    __shared__ int words[32], answer[3];
-    Giant& giant = giants[blockIdx.x];
-    if (giant.overflow) return;
-    const int keep = rows[blockIdx.x].keep, count = giant.listed;
-    const int* bits = list_bits + giant.list;
-    int low = giant.low, above = giant.above, reached = count, span = giant.span;
-    const int ceiling = giant.ceiling;
-    while (reached != keep && span) {
-        const int next = span > 10 ? span - 10 : 0;
-        histogram[threadIdx.x] = 0;
-        __syncthreads();
-        for (int i = threadIdx.x; i < count; i += ROW_THREADS)
-            if (is_within(bits[i], low, span, ceiling)) atomicAdd(&histogram[(bits[i] - low) >> next], 1u);
-        __syncthreads();
-        int found, higher, inside;
-        find_bin((int)histogram[BINS - 1 - threadIdx.x], keep - above, found, higher, inside, words, answer);
-        low += found << next;
-        above += higher;
-        reached = above + inside;
-        span = next;
+// A warp counts the candidates of a chunk that are above the bin, and lists those inside.
+static __device__ __forceinline__ int tally(
+    const float* values, int count, const Verdict& verdict, int number, Giant& giant, Edge* edges) {
+    const int lane = threadIdx.x & 31;
+    int above = 0;
+    for (int base = 0; base < count; base += 32 * LIST_BATCH) {
+        int bits[LIST_BATCH];
+#pragma unroll
+        for (int b = 0; b < LIST_BATCH; ++b) {
+            const int i = base + 32 * b + lane;
+            bits[b] = i < count ? magnitude(values[i]) : -1;
+        }
+#pragma unroll
+        for (int b = 0; b < LIST_BATCH; ++b) {
+            above += bits[b] > verdict.high;
+            const bool inside = bits[b] >= verdict.low && bits[b] <= verdict.high;
+            const u32 ballot = __ballot_sync(EVERY_LANE, inside);
+            if (ballot == 0) continue;
+            int at = 0;
+            if (lane == 0) at = (int)atomicAdd(&giant.edges, (u32)__popc(ballot));
+            at = __shfl_sync(EVERY_LANE, at, 0) + lanes_before(ballot, lane);
+            if (inside && at < giant.edge_room) edges[giant.edge + at] = {bits[b], number};
+        }
     }
+    return warp_sum(above);
+}
+
+// Sections learn how many of theirs exceed `low` and how many equal it, as the chunk's first `count(i)` of `bits_at(i, j)` say.
+template <class Count, class BitsAt>
+static __device__ __forceinline__ void count_all(const Giant& giant, Section* sections, int low, Count count, BitsAt bits_at) {
+    const int lane = threadIdx.x & 31;
+    for (int number = giant.first + (int)threadIdx.x / 32; number < giant.first + giant.chunks; number += BINS / 32) {
+        const int end = count(number);
+        int above = 0, tied = 0;
+#pragma unroll 8
+        for (int j = lane; j < end; j += 32) {
+            const int bits = bits_at(number, j);
+            above += bits > low;
+            tied += bits == low;
+        }
+        above = warp_sum(above), tied = warp_sum(tied);
+        if (lane == 0) sections[number].place = above, sections[number].ties = tied;
+    }
+}
+
+// From how many exceed `low` and equal it in each chunk to where its entries begin and how many ties it sends, of `ties` in all.
+static __device__ __forceinline__ void place_sections(Section* sections, int chunks, int ties, int* words) {
+    const int each = (chunks + BINS - 1) / BINS, first = min(each * (int)threadIdx.x, chunks), end = min(first + each, chunks);
+    int tied = 0, sent = 0, total;
+    for (int i = first; i < end; ++i) tied += sections[i].ties;
+    int before = block_sum_upto(tied, words, total) - tied;
+    for (int i = first; i < end; ++i) {
+        const int here = sections[i].ties, allowed = max(0, min(here, ties - before));
+        before += here;
+        sections[i].ties = allowed;
+        sent += sections[i].place + allowed;
+    }
+    int place = block_sum_upto(sent, words, total) - sent;
+    for (int i = first; i < end; ++i) {
+        const int here = sections[i].place + sections[i].ties;
+        sections[i].place = place;
+        place += here;
+    }
+}
+
+// Whether this block is the last of its row to come here; it then sees what the others wrote.
+static __device__ __forceinline__ bool is_last(Giant& giant, int* answer) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        giant.low = low;
-        giant.above = above;
-        giant.ties = keep - above;
-        giant.reached = reached;
-        aim(giant, low);
-    }
-}
-
-// A chunk's candidates end where those of the row's next chunk begin.
-static __device__ __forceinline__ int end_of(int number, const Chunk& chunk, const Giant& giant, const int* starts) {
-    return number + 1 < chunk.first + giant.chunks ? starts[number + 1] : giant.list + giant.listed;
-}
-
-// One warp per chunk: tallies[chunk] = (entries above the pattern, entries that equal it or, where all are wanted, reach it).
-extern "C" __global__ void giants_tally(
-    const Row* rows, const Chunk* chunks, const Giant* giants, const int* starts, const int* list_bits, int* tallies, int count) {
-    const int number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x & 31;
-    if (number >= count) return;
-    const Giant giant = giants[chunks[number].row];
-    if (giant.overflow) return;
-    const bool all = giant.reached == rows[chunks[number].row].keep;
-    int above = 0, tied = 0;
-    const int end = end_of(number, chunks[number], giant, starts);
-    for (int i = starts[number] + lane; i < end; i += 32) {
-        above += all ? list_bits[i] >= giant.low : list_bits[i] > giant.low;
-        tied += !all && list_bits[i] == giant.low;
-    }
-    above = warp_sum(above), tied = warp_sum(tied);
-    if (lane == 0) tallies[2 * number] = above, tallies[2 * number + 1] = tied;
-}
-
-// tallies[chunk] becomes (first place in the payload, ties it may send).
-extern "C" __global__ __launch_bounds__(ROW_THREADS) void giants_place(const int* first_chunks, const Giant* giants, int* tallies) {
-    __shared__ int words[32];
-    const Giant giant = giants[blockIdx.x];
-    if (giant.overflow) return;
-    int places = 0, ties = 0, total;
-    for (int base = 0; base < giant.chunks; base += ROW_THREADS) {
-        const int chunk = base + threadIdx.x;
-        int* mine = tallies + 2 * (first_chunks[blockIdx.x] + chunk);
-        const bool live = chunk < giant.chunks;
-        const int above = live ? mine[0] : 0, tied = live ? mine[1] : 0;
-        const int before = ties + block_sum_upto(tied, words, total) - tied;
-        ties += total;
-        const int allowed = max(0, min(tied, giant.ties - before));
-        const int place = places + block_sum_upto(above + allowed, words, total) - above - allowed;
-        places += total;
-        if (live) mine[0] = place, mine[1] = allowed;
-    }
-}
-
-extern "C" __global__ void giants_send(
-    float* memory, u8* payload, const Row* rows, const Chunk* chunks, const Giant* giants, const int* starts,
-    const int* list_bits, const int* list_index, const int* tallies, int count MOMENTUM_PARAMETERS) {
-    const int number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x & 31;
-    if (number >= count) return;
-    const Giant giant = giants[chunks[number].row];
-    if (giant.overflow) return;
-    const Row row = rows[chunks[number].row];
-    const Momentum correction = MOMENTUM_OF_GROUP;
-    const bool all = giant.reached == row.keep;
-    int place = tallies[2 * number], allowed = tallies[2 * number + 1];
-    bool bad = false;
-    const int end = end_of(number, chunks[number], giant, starts);
-    for (int base = starts[number]; base < end; base += 32) {
-        const int i = base + lane;
-        const int bits = i < end ? list_bits[i] : -1;
-        const bool tie = !all && bits == giant.low;
-        const u32 ties = __ballot_sync(EVERY_LANE, tie);
-        const bool take = (all ? bits >= giant.low : bits > giant.low) || (tie && lanes_before(ties, lane) < allowed);
-        const u32 taken = __ballot_sync(EVERY_LANE, take);
-        if (take) {
-            const int index = list_index[i];
-            float* at = memory + row.memory + (i64)index * row.stride;
-            *at = correction.send(*at, index, place + lanes_before(taken, lane), row, payload, bad);
-        }
-        place += __popc(taken);
-        allowed -= min(allowed, __popc(ties));
-    }
-    if (bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
-}
-
-extern "C" __global__ __launch_bounds__(ROW_THREADS) void giants_fallback(
-    float* memory, u8* payload, const Row* rows, Giant* giants MOMENTUM_PARAMETERS) {
-    if (!giants[blockIdx.x].overflow) return;
-    const Momentum correction = MOMENTUM_OF_GROUP;
-    __shared__ u32 histogram[BINS];
-    __shared__ int words[32], answer[3];
-    const Row row = rows[blockIdx.x];
-    float* held = memory + row.memory;
-    Giant& giant = giants[blockIdx.x];
-    int low = giant.low, above = giant.above, reached = giant.reached, span = giant.span;
-    const int ceiling = giant.ceiling;
-    while (reached != row.keep && span) {
-        const int next = span > 10 ? span - 10 : 0;
-        histogram[threadIdx.x] = 0;
-        __syncthreads();
-        for (i64 j = threadIdx.x; j < row.length; j += ROW_THREADS) {
-            const int bits = magnitude(held[j * row.stride]);
-            if (is_within(bits, low, span, ceiling)) atomicAdd(&histogram[(bits - low) >> next], 1u);
-        }
-        __syncthreads();
-        int found, higher, inside;
-        find_bin((int)histogram[BINS - 1 - threadIdx.x], row.keep - above, found, higher, inside, words, answer);
-        low += found << next;
-        above += higher;
-        reached = above + inside;
-        span = next;
+        __threadfence();
+        *answer = atomicAdd(&giant.done, 1u) == (u32)giant.groups - 1;
+        __threadfence();
     }
     __syncthreads();
-    if (threadIdx.x == 0) aim(giant, low);
-    const bool all = reached == row.keep;
-    int wanted = all ? 0 : row.keep - above, place = 0, total;
+    return *answer != 0;
+}
+
+// The pattern of the keep-th magnitude; sections know how many of theirs exceed and equal it, `ties` how many of these are sent.
+static __device__ __forceinline__ int find_low(
+    const float* memory, const Row& row, const Chunk* chunks, const Giant& giant, Section* sections, const float* values,
+    const Edge* edges, const Verdict& verdict, int& ties, u32* histogram, int* words, int* answer) {
+    int above, low;
+    if (verdict.way == FEW) {
+        ties = row.keep - verdict.above;
+        return 0;
+    }
+    if (verdict.way == SLOW) {
+        const float* held = memory + row.memory;
+        low = find_pattern(
+            [=](int i) { return magnitude(held[(i64)i * row.stride]); }, row.length, row.keep, above, histogram, words, answer);
+        ties = row.keep - above;
+        count_all(
+            giant, sections, low, [=](int number) { return min(row.length - chunks[number].start, CHUNK); },
+            [=](int number, int j) { return magnitude(held[(i64)(chunks[number].start + j) * row.stride]); });
+        return low;
+    }
+    const int first = verdict.low, last = verdict.high, wanted = row.keep - verdict.above, count = (int)giant.edges;
+    int span = 0;
+    while ((last - first) >> span) ++span;
+    if (count <= giant.edge_room) {
+        edges += giant.edge;
+        low = first + find_pattern([=](int i) { return edges[i].bits - first; }, count, wanted, above, histogram, words, answer, span);
+        for (int i = threadIdx.x; i < count; i += BINS) {
+            if (edges[i].bits > low) atomicAdd(reinterpret_cast<u32*>(&sections[edges[i].chunk].place), 1u);
+            if (edges[i].bits == low) atomicAdd(reinterpret_cast<u32*>(&sections[edges[i].chunk].ties), 1u);
+        }
+    } else {
+        const int listed = (int)(verdict.way == AGAIN ? giant.relisted : giant.listed);
+        values += giant.list;
+        const auto inside = [=](int i) {
+            const int bits = magnitude(values[i]);
+            return bits >= first && bits <= last ? bits - first : -1;
+        };
+        low = first + find_pattern(inside, listed, wanted, above, histogram, words, answer, span);
+        count_all(
+            giant, sections, low, [=](int number) { return sections[number].count; },
+            [=](int number, int j) { return magnitude(values[sections[number].start + j]); });
+    }
+    ties = wanted - above;
+    return low;
+}
+
+extern "C" __global__ __launch_bounds__(BINS) void giants_decide(
+    const float* memory, const Row* rows, const Chunk* chunks, const Group* groups, Giant* giants, Section* sections,
+    u32* histograms, float* list_values, u16* list_places, Edge* edges, const float* ratio) {
+    __shared__ u32 histogram[BINS];
+    __shared__ int words[32], answer[4];
+    const Group group = groups[blockIdx.x];
+    const Row row = rows[group.row];
+    Giant& giant = giants[group.row];
+    u32* counted = histograms + (i64)group.row * BINS;
+    const int number = group.first + (int)threadIdx.x / 32;
+    const bool live = number < giant.first + giant.chunks;
+    Section section = sections[live ? number : group.first];
+    const Verdict verdict = judge(row, giant, window_of(giant.cut, *ratio), counted, words, answer);
+
+    if (live && verdict.way != SLOW) {
+        const int start = chunks[number].start;
+        if (verdict.way == AGAIN)
+            collect_again(memory, row, start, verdict.low, giant, section, {list_values, list_places});
+        section.place = section.count, section.ties = 0;
+        if (verdict.way == FEW)
+            section.ties = min(row.length - start, CHUNK) - section.count;
+        else
+            section.place = tally(list_values + giant.list + section.start, section.count, verdict, number, giant, edges);
+        if ((threadIdx.x & 31) == 0) sections[number] = section;
+    }
+    if (!is_last(giant, answer)) return;
+
+    int ties;
+    const int low = find_low(
+        memory, row, chunks, giant, sections, list_values, edges, verdict, ties, histogram, words, answer);
+    __syncthreads();
+    place_sections(sections + giant.first, giant.chunks, ties, words);
+    counted[threadIdx.x] = 0;
+    if (threadIdx.x == 0) {
+        giant.cut = max(1, verdict.way == SLOW ? low - (1 << 21) : min(verdict.cut, low));
+        giant.listed = giant.relisted = giant.edges = giant.done = 0;
+        giant.low = low, giant.way = verdict.way;
+    }
+}
+
+// -- send -------------------------------------------------------------------------------------------------------------
+
+extern "C" __global__ __launch_bounds__(32 * SEND_WARPS) void giants_send(
+    float* memory, u8* payload, const Row* rows, const Chunk* chunks, const Giant* giants, const Section* sections,
+    const float* list_values, const u16* list_places, int count MOMENTUM_PARAMETERS) {
+    const int number = blockIdx.x * SEND_WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
+    if (number >= count) return;
+    const Section section = sections[number];
+    const Chunk chunk = chunks[number];
+    const Row row = rows[chunk.row];
+    const int low = giants[chunk.row].low;
+    // Zeros are in no list.
+    const bool walks = giants[chunk.row].way == SLOW || (low == 0 && section.ties);
+    const int end = walks ? min(row.length - chunk.start, CHUNK) : section.count;
+    const Momentum correction = MOMENTUM_OF_GROUP;
+    float* held = memory + row.memory + (i64)chunk.start * row.stride;
+    const float* values = list_values + giants[chunk.row].list + section.start;
+    const u16* places = list_places + giants[chunk.row].list + section.start;
+    int place = section.place, allowed = section.ties;
     bool bad = false;
-    // Nothing is left to send behind the last entry: constant rows end after their first elements.
-    for (i64 base = 0; base < row.length && place < row.keep; base += ROW_THREADS) {
-        const i64 j = base + threadIdx.x;
-        const float c = j < row.length ? held[j * row.stride] : 0.0f;
-        const int bits = j < row.length ? magnitude(c) : -1;
-        const int tie = !all && bits == low;
-        const int before = block_sum_upto(tie, words, total) - tie;
-        const bool take = (all ? bits >= low : bits > low) || (tie && before < wanted);
-        wanted -= min(wanted, total);
-        const int upto = block_sum_upto(take, words, total);
-        if (take) held[j * row.stride] = correction.send(c, (int)j, place + upto - 1, row, payload, bad);
-        place += total;
+    for (int base = 0; base < end; base += 32 * LIST_BATCH) {
+        float c[LIST_BATCH];
+        int at[LIST_BATCH];
+#pragma unroll
+        for (int b = 0; b < LIST_BATCH; ++b) {
+            const int i = min(base + 32 * b + lane, end - 1);
+            c[b] = walks ? held[(i64)i * row.stride] : values[i];
+            at[b] = walks ? i : places[i];
+        }
+#pragma unroll
+        for (int b = 0; b < LIST_BATCH; ++b) {
+            const int bits = base + 32 * b + lane < end ? magnitude(c[b]) : -1;
+            const u32 ties = __ballot_sync(EVERY_LANE, bits == low);
+            const bool take = bits > low || (bits == low && lanes_before(ties, lane) < allowed);
+            const u32 taken = __ballot_sync(EVERY_LANE, take);
+            if (take)
+                held[(i64)at[b] * row.stride] =
+                    correction.send(c[b], chunk.start + at[b], place + lanes_before(taken, lane), row, payload, bad);
+            place += __popc(taken);
+            allowed -= min(allowed, __popc(ties));
+        }
     }
     if (bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
 }

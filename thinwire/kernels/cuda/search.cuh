@@ -37,10 +37,11 @@ static __device__ __forceinline__ void find_bin(int here, int keep, int& found, 
     __syncthreads();
 }
 
-// The pattern of the keep-th magnitude, 1 <= keep <= count, and how many exceed it; `bits_at(i)` gives the i-th magnitude.
+// The pattern of the keep-th magnitude, 1 <= keep <= count, and how many exceed it; `bits_at(i)` gives the i-th magnitude, which
+// has at most `span` bits, or less than 0 if it does not count.
 template <class BitsAt>
-static __device__ __forceinline__ int find_pattern(BitsAt bits_at, int count, int keep, int& above, u32* histogram, int* words, int* answer) {
-    int low = 0, span = 31;
+static __device__ __forceinline__ int find_pattern(BitsAt bits_at, int count, int keep, int& above, u32* histogram, int* words, int* answer, int span = 31) {
+    int low = 0;
     above = 0;
     while (span) {
         const int next = max(span - BIN_BITS, 0);

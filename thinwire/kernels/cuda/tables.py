@@ -36,16 +36,21 @@ SHARED_WORDS = 8192
 """Shared memory of a tile, in words: its histograms, later one bit per element."""
 BINS = 1024
 PIECE = 8192
-CHUNK = 16384
-"""Elements of a giant row that one block counts."""
+WHOLE = 5120
+"""A whole tensor of more elements is cut into chunks: many blocks share it, and all of a bucket share three launches."""
+CHUNK = 4096
+"""Elements of a giant row that one block collects candidates from."""
+CHUNKS_OF_GROUP = 32
+"""Chunks of a giant row that one block decides about."""
 GIANT = 1 << 18
 FEW_ROWS = 64
 """A slot of that many elements in fewer rows than a GPU has processors is cut into chunks."""
-COLD_SHIFT = 21
-"""Bits per bin before anything is known: all exponents in 1024 bins."""
-CANDIDATES_PER_ENTRY = 3
-SPARE_CANDIDATES = 1024
-"""Room for the candidates of a giant row; a row that has more goes the slow way."""
+CANDIDATES_PER_ENTRY = 5
+ELEMENTS_PER_CANDIDATE = 20
+SPARE_CANDIDATES = 256
+"""Room for the candidates of a giant row, by the larger of two counts; a row that has more is read twice."""
+ENTRIES_PER_EDGE = 8
+"""Room for those in the histogram's bin that decides; a row that has more is searched by one block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,23 +99,28 @@ class TileLaunch:
 
 @dataclass(frozen=True, eq=False)
 class GiantLaunch:
-    """Rows too long for one block, with the buffers that their selection works in."""
+    """Rows too long for one block, with the buffers that their selection works in.
+
+    Made once per layout. The buffers take 6 bytes per candidate, at most a twentieth of the elements (7.5 % of a float32 bucket)
+    or, at densities above 1 %, five candidates per entry; 1 byte per entry beside them, 4 to 6 KB per row and 24 bytes per chunk.
+    """
 
     rows: Tensor
     chunks: Tensor
-    """int64 [chunks, 2]: struct Chunk."""
-    first_chunks: Tensor
-    """int32 [rows]"""
+    """int32 [chunks, 2]: struct Chunk."""
+    groups: Tensor
+    """int32 [groups, 2]: struct Group."""
     giants: Tensor
-    """int32 [rows, 13]: struct Giant."""
+    """int32 [rows, 14]: struct Giant."""
+    sections: Tensor
+    """int32 [chunks, 4]: struct Section."""
     histograms: Tensor
-    """int16 [chunks, bins]"""
-    starts: Tensor
-    """int32 [chunks]: where each chunk's candidates begin."""
-    list_bits: Tensor
-    list_index: Tensor
-    tallies: Tensor
-    """int32 [chunks, 2]"""
+    """int32 [rows, bins]"""
+    list_values: Tensor
+    list_places: Tensor
+    """int16: where each candidate is in its chunk."""
+    edges: Tensor
+    """int32 [edges, 2]: struct Edge."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +197,9 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     pieces: dict[int, list[tuple[Tensor, int]]] = {}
     for rows, table in zip(codec.table.rows, described, strict=True):
         shape = block_shape(rows)
-        if shape is not None and shape[2] == 1:
+        if rows.count == 1 and rows.length > WHOLE:
+            giants.append((rows, table))
+        elif shape is not None and shape[2] == 1:
             shapes = by_team.setdefault(launch_of(*shape[:2]), {})
             shapes.setdefault(shape[:2], []).append(table)
         elif shape is not None:
@@ -300,35 +312,43 @@ def no_guesses(tables: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def make_giants(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) -> GiantLaunch:
     """Chunks of every row, and room for its candidates."""
-    chunk_parts, first_chunks, giants = [], [], []
-    chunks, listed, number = 0, 0, 0
+    chunks, groups, giants = [], [], []
+    first, listed, edges, number = 0, 0, 0, 0
     for rows, _ in slots:
-        starts = torch.arange(0, rows.length, CHUNK)
-        capacity = min(rows.length, CANDIDATES_PER_ENTRY * rows.keep + SPARE_CANDIDATES)
+        starts = torch.arange(0, rows.length, CHUNK, dtype=torch.int32)
+        heads = torch.arange(0, len(starts), CHUNKS_OF_GROUP, dtype=torch.int32)
+        room, edge_room = candidate_room(rows)
         for _ in range(rows.count):
-            chunk_parts.append(
-                torch.stack([number | torch.full_like(starts, chunks) << 32, starts], 1)
-            )
-            first_chunks.append(chunks)
-            giants.append([len(starts), listed, capacity, 0, COLD_SHIFT, *[0] * 8])
-            number, chunks, listed = number + 1, chunks + len(starts), listed + capacity
+            chunks.append(torch.stack([torch.full_like(starts, number), starts], 1))
+            groups.append(torch.stack([torch.full_like(heads, number), heads + first], 1))
+            places = [listed, room, edges, edge_room]
+            giants.append([first, len(starts), len(heads), *places, *[0] * 7])
+            number, first = number + 1, first + len(starts)
+            listed, edges = listed + room, edges + edge_room
     if listed >= 1 << 31:
         raise ExchangeError(f"a bucket's candidates ({listed}) do not fit 31-bit places")
 
-    def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    def room_for(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return GiantLaunch(
         rows=torch.cat([table for _, table in slots]).to(device),
-        chunks=torch.cat(chunk_parts).to(device),
-        first_chunks=torch.tensor(first_chunks, dtype=torch.int32).to(device),
+        chunks=torch.cat(chunks).to(device),
+        groups=torch.cat(groups).to(device),
         giants=torch.tensor(giants, dtype=torch.int32).to(device),
-        histograms=room(chunks, BINS, dtype=torch.int16),
-        starts=room(chunks),
-        list_bits=room(listed),
-        list_index=room(listed),
-        tallies=room(chunks, 2),
+        sections=room_for(first, 4),
+        histograms=room_for(number, BINS),
+        list_values=room_for(listed, dtype=torch.float32),
+        list_places=room_for(listed, dtype=torch.int16),
+        edges=room_for(edges, 2),
     )
+
+
+def candidate_room(rows: SlotRows) -> tuple[int, int]:
+    """(candidates, those in the bin that decides) that there is room for."""
+    usual = max(CANDIDATES_PER_ENTRY * rows.keep, rows.length // ELEMENTS_PER_CANDIDATE)
+    room = min(rows.length, usual + SPARE_CANDIDATES)
+    return room, min(room, rows.keep // ENTRIES_PER_EDGE + SPARE_CANDIDATES)
 
 
 def describe_rows(group: Group, codec: Codec) -> list[Tensor]:
