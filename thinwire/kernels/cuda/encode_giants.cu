@@ -1,6 +1,6 @@
 // The same as encode_rows for rows of any length, such as whole tensors: many blocks work on one row.
 //
-// A row is cut into chunks of CHUNK elements. Candidates are what reaches a cut that about twice as many reached in the last call
+// A row is cut into chunks of THREADS * PER_LANE elements. Candidates are what reaches a cut that about twice as many reached in the last call
 // as are sent; so many are left even if nothing is added to what stays.
 //  1. collect  c = residual + gradient, or as momentum.cuh says, to memory; candidates to the row's list, chunk by chunk, and a
 //              histogram of them, finest just above the cut.
@@ -18,10 +18,10 @@
 #include "search.cuh"
 
 #define THREADS 256
+#define WARPS (THREADS / 32)
 #define PER_LANE 16
 #define QUADS (PER_LANE / 4)
 #define WARP_PART (32 * PER_LANE)
-#define CHUNK (WARP_PART * (THREADS / 32))
 #define GROUP 32
 #define SEND_WARPS 4
 // Loads of a list that are under way at once.
@@ -32,14 +32,24 @@
 #define COLLECT_BLOCKS 4
 #endif
 
+#define SEEN_GRADIENT 1
+#define SEEN_BAD 2
+
 #define READY 0
 #define AGAIN 1
 #define FEW 2
 #define SLOW 3
 
+// All that `collect` has to know before it can load.
 struct Chunk {
+    i64 gradient;  // of its first element, in the bucket
+    i64 memory;
     int row;
-    int start;  // element
+    int start;  // element of the row
+    int count;
+    int stride;
+    int vector;
+    int slot;
 };
 
 struct Group {
@@ -126,7 +136,7 @@ static __device__ __forceinline__ int place_of(int e, int lane) {
     return VECTOR ? 128 * (e / 4) + 4 * lane + e % 4 : 32 * e + lane;
 }
 
-// A lane's elements of a part that begins at `gradient` and, in memory, at `place`; `left` > 0 elements of the row are from there on.
+// A lane's elements of a warp's part, which has `left` elements or more; of a bucket and a memory from `gradient` and `place` on.
 template <bool VECTOR>
 static __device__ __forceinline__ void compensate_part(
     const Gradient* gradient, float* memory, i64 place, int stride, int left, float scale, const Momentum& correction, float* c,
@@ -147,35 +157,39 @@ static __device__ __forceinline__ void compensate_part(
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) {
             const int j = 128 * i + 4 * lane;
-            float4 now = old[i];
-            now.x = correction.compensate(fresh[i].x, now.x, scale, last[i].x, had, bad);
-            now.y = correction.compensate(fresh[i].y, now.y, scale, last[i].y, had, bad);
-            now.z = correction.compensate(fresh[i].z, now.z, scale, last[i].z, had, bad);
-            now.w = correction.compensate(fresh[i].w, now.w, scale, last[i].w, had, bad);
+            float* mine = c + 4 * i;
+            mine[0] = correction.compensate(fresh[i].x, old[i].x, scale, last[i].x, had, bad);
+            mine[1] = correction.compensate(fresh[i].y, old[i].y, scale, last[i].y, had, bad);
+            mine[2] = correction.compensate(fresh[i].z, old[i].z, scale, last[i].z, had, bad);
+            mine[3] = correction.compensate(fresh[i].w, old[i].w, scale, last[i].w, had, bad);
             if (j < left) {
-                *reinterpret_cast<float4*>(held + j) = now;
+                // Not through held + j, of which the compiler does not see that it is aligned: it would store four times.
+                reinterpret_cast<float4*>(held)[32 * i + lane] = make_float4(mine[0], mine[1], mine[2], mine[3]);
                 correction.put_quad(place + j, last[i]);
             }
-            c[4 * i] = now.x, c[4 * i + 1] = now.y, c[4 * i + 2] = now.z, c[4 * i + 3] = now.w;
         }
         return;
     }
-    Gradient fresh[PER_LANE];
-    float last[PER_LANE];
 #pragma unroll
-    for (int e = 0; e < PER_LANE; ++e) {
-        const i64 at = (i64)min(32 * e + lane, left - 1) * stride;
-        c[e] = held[at];
-        fresh[e] = gradient[at];
-        last[e] = correction.get(place + at);
-    }
+    for (int base = 0; base < PER_LANE; base += BATCH) {
+        Gradient fresh[BATCH];
+        float last[BATCH];
 #pragma unroll
-    for (int e = 0; e < PER_LANE; ++e) {
-        const i64 at = (i64)(32 * e + lane) * stride;
-        c[e] = correction.compensate(fresh[e], c[e], scale, last[e], had, bad);
-        if (32 * e + lane < left) {
-            held[at] = c[e];
-            correction.put(place + at, last[e]);
+        for (int b = 0; b < BATCH; ++b) {
+            const i64 at = (i64)min(32 * (base + b) + lane, left - 1) * stride;
+            c[base + b] = held[at];
+            fresh[b] = gradient[at];
+            last[b] = correction.get(place + at);
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int j = 32 * (base + b) + lane;
+            const float now = correction.compensate(fresh[b], c[base + b], scale, last[b], had, bad);
+            if (j < left) {
+                held[(i64)j * stride] = now;
+                correction.put(place + (i64)j * stride, last[b]);
+            }
+            c[base + b] = now;
         }
     }
 }
@@ -218,69 +232,85 @@ static __device__ __forceinline__ void append(const float* c, u32 mask, int part
     }
 }
 
-static __device__ __forceinline__ void report(bool had, bool bad, int slot, u8* payload) {
-    const u32 any_had = __ballot_sync(EVERY_LANE, had), any_bad = __ballot_sync(EVERY_LANE, bad);
-    if ((threadIdx.x & 31) == 0) {
-        if (any_had) raise(had_word(payload, slot));
-        if (any_bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
-    }
-}
-
 // Where a chunk's candidates go in the list; -1 if they do not fit, and then they are only counted.
 static __device__ __forceinline__ int allot(Giant& giant, Section& section, const int* counts) {
+    const int list = giant.list, room = giant.room;
     int total = 0;
-    for (int w = 0; w < THREADS / 32; ++w) total += counts[w];
-    section.start = total ? (int)atomicAdd(&giant.listed, (u32)total) : 0;
-    section.count = total;
-    return section.start + total <= giant.room ? giant.list + section.start : -1;
+    for (int w = 0; w < WARPS; ++w) total += counts[w];
+    const int start = total ? (int)atomicAdd(&giant.listed, (u32)total) : 0;
+    section.start = start, section.count = total;
+    return start + total <= room ? list + start : -1;
 }
 
-extern "C" __global__ __launch_bounds__(THREADS, COLLECT_BLOCKS) void giants_collect(
-    const Gradient* bucket, float* memory, u8* payload, const Row* rows, const Chunk* chunks, Giant* giants, Section* sections,
-    u32* histograms, float* list_values, u16* list_places, const float* ratio MOMENTUM_PARAMETERS) {
-    __shared__ u32 histogram[BINS];
-    __shared__ int counts[THREADS / 32], begin;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    const Chunk chunk = chunks[blockIdx.x];
-    const Row row = rows[chunk.row];
-    Giant& giant = giants[chunk.row];
-    const float scale = *ratio;
-    const Window window = window_of(giant.cut, scale);
-    const Momentum correction = MOMENTUM_OF_GROUP;
-    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
+static __device__ __forceinline__ void report(const int* seen, int slot, u8* payload) {
+    int all = 0;
+    for (int w = 0; w < WARPS; ++w) all |= seen[w];
+    if (all & SEEN_GRADIENT) raise(had_word(payload, slot));
+    if (all & SEEN_BAD) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
+}
 
-    const int part = chunk.start + warp * WARP_PART, left = row.length - part;
-    const i64 at = (i64)part * row.stride;
+struct CollectShared {
+    u32 histogram[BINS];
+    int counts[WARPS], seen[WARPS], begin;
+};
+
+template <bool VECTOR>
+static __device__ __forceinline__ void collect_chunk(
+    const Gradient* bucket, float* memory, u8* payload, const Chunk& chunk, Giant& giant, Section& section, u32* histogram,
+    const Lists& lists, float scale, const Momentum& correction, CollectShared& shared) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = warp * WARP_PART, left = chunk.count - part;
+    const Window window = window_of(giant.cut, scale);
+#pragma unroll
+    for (int i = 0; i < BINS / THREADS; ++i) shared.histogram[i * THREADS + threadIdx.x] = 0;
     float c[PER_LANE];
     u32 mask = 0;
     bool had = false, bad = false;
-    if (left > 0 && row.vector) {
-        compensate_part<true>(bucket + row.gradient + at, memory, row.memory + at, 1, left, scale, correction, c, had, bad);
-        mask = find_candidates<true>(c, left, window.cut);
-    } else if (left > 0) {
-        compensate_part<false>(
-            bucket + row.gradient + at, memory, row.memory + at, row.stride, left, scale, correction, c, had, bad);
-        mask = find_candidates<false>(c, left, window.cut);
+    if (left > 0) {
+        const i64 at = (i64)part * chunk.stride;
+        compensate_part<VECTOR>(
+            bucket + chunk.gradient + at, memory, chunk.memory + at, chunk.stride, left, scale, correction, c, had, bad);
+        mask = find_candidates<VECTOR>(c, left, window.cut);
     }
     const int mine = warp_sum(__popc(mask));
-    if (lane == 0) counts[warp] = mine;
+    const u32 any_had = __ballot_sync(EVERY_LANE, had), any_bad = __ballot_sync(EVERY_LANE, bad);
+    if (lane == 0) {
+        shared.counts[warp] = mine;
+        shared.seen[warp] = (any_had ? SEEN_GRADIENT : 0) | (any_bad ? SEEN_BAD : 0);
+    }
     __syncthreads();
-    if (threadIdx.x == 0) begin = allot(giant, sections[blockIdx.x], counts);
-    // In the time that takes:
+    // Two that wait for memory; meanwhile the others count.
+    if (threadIdx.x == 0) shared.begin = allot(giant, section, shared.counts);
+    if (threadIdx.x == 32) report(shared.seen, chunk.slot, payload);
 #pragma unroll
     for (int e = 0; e < PER_LANE; ++e)
-        if ((mask >> e) & 1) atomicAdd(&histogram[window.bin(magnitude(c[e]))], 1u);
-    report(had, bad, row.slot, payload);
+        if ((mask >> e) & 1) atomicAdd(&shared.histogram[window.bin(magnitude(c[e]))], 1u);
     __syncthreads();
-    for (int bin = threadIdx.x; bin < BINS; bin += THREADS)
-        if (histogram[bin]) atomicAdd(&histograms[(i64)chunk.row * BINS + bin], histogram[bin]);
-    if (begin < 0 || mine == 0) return;
-    int next = begin;
-    for (int w = 0; w < warp; ++w) next += counts[w];
-    if (row.vector)
-        append<true>(c, mask, warp * WARP_PART, next, {list_values, list_places});
+#pragma unroll
+    for (int i = 0; i < BINS / THREADS; ++i) {
+        const u32 here = shared.histogram[i * THREADS + threadIdx.x];
+        if (here) atomicAdd(&histogram[i * THREADS + threadIdx.x], here);
+    }
+    if (shared.begin < 0 || mine == 0) return;
+    int next = shared.begin;
+    for (int w = 0; w < warp; ++w) next += shared.counts[w];
+    append<VECTOR>(c, mask, part, next, lists);
+}
+
+extern "C" __global__ __launch_bounds__(THREADS, COLLECT_BLOCKS) void giants_collect(
+    const Gradient* bucket, float* memory, u8* payload, const Chunk* chunks, Giant* giants, Section* sections, u32* histograms,
+    float* list_values, u16* list_places, const float* ratio MOMENTUM_PARAMETERS) {
+    __shared__ CollectShared shared;
+    const Chunk chunk = chunks[blockIdx.x];
+    const float scale = *ratio;
+    const Momentum correction = MOMENTUM_OF_GROUP;
+    Giant& giant = giants[chunk.row];
+    Section& section = sections[blockIdx.x];
+    u32* histogram = histograms + (i64)chunk.row * BINS;
+    const Lists lists = {list_values, list_places};
+    if (chunk.vector)
+        collect_chunk<true>(bucket, memory, payload, chunk, giant, section, histogram, lists, scale, correction, shared);
     else
-        append<false>(c, mask, warp * WARP_PART, next, {list_values, list_places});
+        collect_chunk<false>(bucket, memory, payload, chunk, giant, section, histogram, lists, scale, correction, shared);
 }
 
 // -- decide -----------------------------------------------------------------------------------------------------------
@@ -332,28 +362,28 @@ static __device__ __forceinline__ Verdict judge(
 
 // A warp lists what reaches `low` in a chunk.
 static __device__ __forceinline__ void collect_again(
-    const float* memory, const Row& row, int start, int low, Giant& giant, Section& section, const Lists& lists) {
-    const int lane = threadIdx.x & 31, length = min(row.length - start, CHUNK);
-    const float* held = memory + row.memory + (i64)start * row.stride;
+    const float* memory, const Chunk chunk, int low, Giant& giant, Section& section, const Lists& lists) {
+    const int lane = threadIdx.x & 31;
+    const float* held = memory + chunk.memory;
     int mine = 0;
 #pragma unroll 8
-    for (int j = lane; j < length; j += 32) mine += magnitude(held[(i64)j * row.stride]) >= low;
+    for (int j = lane; j < chunk.count; j += 32) mine += magnitude(held[(i64)j * chunk.stride]) >= low;
     section.count = warp_sum(mine);
     if (lane == 0) section.start = (int)atomicAdd(&giant.relisted, (u32)section.count);
     section.start = __shfl_sync(EVERY_LANE, section.start, 0);
     int next = giant.list + section.start;
-#pragma unroll 8
-    for (int base = 0; base < length; base += 32) {
-        const int j = base + lane;
-        const float c = held[(i64)min(j, length - 1) * row.stride];
-        const bool candidate = j < length && magnitude(c) >= low;
-        const u32 ballot = __ballot_sync(EVERY_LANE, candidate);
-        if (candidate) {
+    for (int base = lane; base - lane < chunk.count; base += 32 * BATCH) {
+        float c[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) c[b] = held[(i64)min(base + 32 * b, chunk.count - 1) * chunk.stride];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const bool candidate = base + 32 * b < chunk.count && magnitude(c[b]) >= low;
+            const u32 ballot = __ballot_sync(EVERY_LANE, candidate);
             const int at = next + lanes_before(ballot, lane);
-            lists.values[at] = c;
-            lists.places[at] = (u16)j;
+            if (candidate) lists.values[at] = c[b], lists.places[at] = (u16)(base + 32 * b);
+            next += __popc(ballot);
         }
-        next += __popc(ballot);
     }
     __syncwarp();
 }
@@ -361,25 +391,23 @@ static __device__ __forceinline__ void collect_again(
 // A warp counts the candidates of a chunk that are above the bin, and lists those inside.
 static __device__ __forceinline__ int tally(
     const float* values, int count, const Verdict& verdict, int number, Giant& giant, Edge* edges) {
-    const int lane = threadIdx.x & 31;
+    const int lane = threadIdx.x & 31, room = giant.edge_room;
+    edges += giant.edge;
     int above = 0;
-    for (int base = 0; base < count; base += 32 * LIST_BATCH) {
+    for (int base = lane; base - lane < count; base += 32 * LIST_BATCH) {
         int bits[LIST_BATCH];
 #pragma unroll
-        for (int b = 0; b < LIST_BATCH; ++b) {
-            const int i = base + 32 * b + lane;
-            bits[b] = i < count ? magnitude(values[i]) : -1;
-        }
+        for (int b = 0; b < LIST_BATCH; ++b) bits[b] = magnitude(values[min(base + 32 * b, count - 1)]);
 #pragma unroll
         for (int b = 0; b < LIST_BATCH; ++b) {
-            above += bits[b] > verdict.high;
-            const bool inside = bits[b] >= verdict.low && bits[b] <= verdict.high;
+            const bool live = base + 32 * b < count, inside = live && bits[b] >= verdict.low && bits[b] <= verdict.high;
+            above += live && bits[b] > verdict.high;
             const u32 ballot = __ballot_sync(EVERY_LANE, inside);
             if (ballot == 0) continue;
             int at = 0;
             if (lane == 0) at = (int)atomicAdd(&giant.edges, (u32)__popc(ballot));
             at = __shfl_sync(EVERY_LANE, at, 0) + lanes_before(ballot, lane);
-            if (inside && at < giant.edge_room) edges[giant.edge + at] = {bits[b], number};
+            if (inside && at < room) edges[at] = {bits[b], number};
         }
     }
     return warp_sum(above);
@@ -450,7 +478,7 @@ static __device__ __forceinline__ int find_low(
             [=](int i) { return magnitude(held[(i64)i * row.stride]); }, row.length, row.keep, above, histogram, words, answer);
         ties = row.keep - above;
         count_all(
-            giant, sections, low, [=](int number) { return min(row.length - chunks[number].start, CHUNK); },
+            giant, sections, low, [=](int number) { return chunks[number].count; },
             [=](int number, int j) { return magnitude(held[(i64)(chunks[number].start + j) * row.stride]); });
         return low;
     }
@@ -495,12 +523,11 @@ extern "C" __global__ __launch_bounds__(BINS) void giants_decide(
     const Verdict verdict = judge(row, giant, window_of(giant.cut, *ratio), counted, words, answer);
 
     if (live && verdict.way != SLOW) {
-        const int start = chunks[number].start;
         if (verdict.way == AGAIN)
-            collect_again(memory, row, start, verdict.low, giant, section, {list_values, list_places});
+            collect_again(memory, chunks[number], verdict.low, giant, section, {list_values, list_places});
         section.place = section.count, section.ties = 0;
         if (verdict.way == FEW)
-            section.ties = min(row.length - start, CHUNK) - section.count;
+            section.ties = chunks[number].count - section.count;
         else
             section.place = tally(list_values + giant.list + section.start, section.count, verdict, number, giant, edges);
         if ((threadIdx.x & 31) == 0) sections[number] = section;
@@ -533,9 +560,9 @@ extern "C" __global__ __launch_bounds__(32 * SEND_WARPS) void giants_send(
     const int low = giants[chunk.row].low;
     // Zeros are in no list.
     const bool walks = giants[chunk.row].way == SLOW || (low == 0 && section.ties);
-    const int end = walks ? min(row.length - chunk.start, CHUNK) : section.count;
+    const int end = walks ? chunk.count : section.count;
     const Momentum correction = MOMENTUM_OF_GROUP;
-    float* held = memory + row.memory + (i64)chunk.start * row.stride;
+    float* held = memory + chunk.memory;
     const float* values = list_values + giants[chunk.row].list + section.start;
     const u16* places = list_places + giants[chunk.row].list + section.start;
     int place = section.place, allowed = section.ties;

@@ -159,14 +159,14 @@ class FusedTopK(PreparedKernels):
         if t is None:
             return
         file, chunks = "encode_giants.cu", len(t.chunks)
-        known = [t.rows, t.chunks]
         lists = [t.list_values, t.list_places]
-        read = [BUCKET, MEMORY, PAYLOAD, *known, t.giants, t.sections, t.histograms, *lists, RATIO]
+        counted = [t.giants, t.sections, t.histograms, *lists]
+        read = [BUCKET, MEMORY, PAYLOAD, t.chunks, *counted, RATIO]
         yield self._memory_site(file, "giants_collect", chunks, CHUNK_THREADS, read)
-        found = [t.groups, t.giants, t.sections, t.histograms, *lists, t.edges, RATIO]
         decide = self._kernel(file, "giants_decide")
-        yield Site(decide, len(t.groups), BINS, [MEMORY, *known, *found])
-        sent = [MEMORY, PAYLOAD, *known, t.giants, t.sections, *lists, chunks]
+        known = [MEMORY, t.rows, t.chunks, t.groups, *counted, t.edges, RATIO]
+        yield Site(decide, len(t.groups), BINS, known)
+        sent = [MEMORY, PAYLOAD, t.rows, t.chunks, t.giants, t.sections, *lists, chunks]
         warps = -(-chunks // ROW_WARPS)
         yield self._memory_site(file, "giants_send", warps, WARP * ROW_WARPS, sent)
 

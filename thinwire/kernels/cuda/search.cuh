@@ -14,13 +14,11 @@ static __device__ __forceinline__ int block_sum_upto(int x, int* words, int& tot
     __syncthreads();
     if (lane == 31) words[warp] = x;
     __syncthreads();
-    int before = 0;
-    total = 0;
-    for (int w = 0; w < warps; ++w) {
-        if (w < warp) before += words[w];
-        total += words[w];
-    }
-    return x + before;
+    // Every warp sums up the others for itself: faster than one after the other, and no further barrier.
+    const int upto = sum_upto(lane < warps ? words[lane] : 0, lane);
+    const int before = __shfl_sync(EVERY_LANE, upto, max(warp - 1, 0));
+    total = __shfl_sync(EVERY_LANE, upto, 31);
+    return warp ? x + before : x;
 }
 
 // From the top bin down: the bin in which the count passes `keep`. Thread t has bin BINS - 1 - t; all get the answer.

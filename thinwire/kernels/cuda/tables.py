@@ -37,7 +37,7 @@ SHARED_WORDS = 8192
 BINS = 1024
 PIECE = 8192
 WHOLE = 5120
-"""A whole tensor of more elements is cut into chunks: many blocks share it, and all of a bucket share three launches."""
+"""A whole tensor of more elements is cut into chunks: many blocks share it. Then all whole tensors are: they share its launches."""
 CHUNK = 4096
 """Elements of a giant row that one block collects candidates from."""
 CHUNKS_OF_GROUP = 32
@@ -102,12 +102,12 @@ class GiantLaunch:
     """Rows too long for one block, with the buffers that their selection works in.
 
     Made once per layout. The buffers take 6 bytes per candidate, at most a twentieth of the elements (7.5 % of a float32 bucket)
-    or, at densities above 1 %, five candidates per entry; 1 byte per entry beside them, 4 to 6 KB per row and 24 bytes per chunk.
+    or, at densities above 1 %, five candidates per entry; 1 byte per entry beside them, 4 to 6 KB per row and 56 bytes per chunk.
     """
 
     rows: Tensor
     chunks: Tensor
-    """int32 [chunks, 2]: struct Chunk."""
+    """int64 [chunks, 5]: struct Chunk."""
     groups: Tensor
     """int32 [groups, 2]: struct Group."""
     giants: Tensor
@@ -195,9 +195,10 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     giants: list[tuple[SlotRows, Tensor]] = []
     short: dict[int, list[Tensor]] = {}
     pieces: dict[int, list[tuple[Tensor, int]]] = {}
+    cut_whole = any(rows.count == 1 and rows.length > WHOLE for rows in codec.table.rows)
     for rows, table in zip(codec.table.rows, described, strict=True):
         shape = block_shape(rows)
-        if rows.count == 1 and rows.length > WHOLE:
+        if cut_whole and rows.count == 1:
             giants.append((rows, table))
         elif shape is not None and shape[2] == 1:
             shapes = by_team.setdefault(launch_of(*shape[:2]), {})
@@ -313,18 +314,17 @@ def no_guesses(tables: Sequence[Tensor], device: torch.device) -> Tensor:
 def make_giants(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) -> GiantLaunch:
     """Chunks of every row, and room for its candidates."""
     chunks, groups, giants = [], [], []
-    first, listed, edges, number = 0, 0, 0, 0
-    for rows, _ in slots:
-        starts = torch.arange(0, rows.length, CHUNK, dtype=torch.int32)
-        heads = torch.arange(0, len(starts), CHUNKS_OF_GROUP, dtype=torch.int32)
+    first, listed, edges = 0, 0, 0
+    for rows, table in slots:
         room, edge_room = candidate_room(rows)
-        for _ in range(rows.count):
-            chunks.append(torch.stack([torch.full_like(starts, number), starts], 1))
-            groups.append(torch.stack([torch.full_like(heads, number), heads + first], 1))
+        for row in table:
+            cut = cut_chunks(row, len(giants))
+            heads = torch.arange(0, len(cut), CHUNKS_OF_GROUP, dtype=torch.int32)
+            chunks.append(cut)
+            groups.append(torch.stack([torch.full_like(heads, len(giants)), heads + first], 1))
             places = [listed, room, edges, edge_room]
-            giants.append([first, len(starts), len(heads), *places, *[0] * 7])
-            number, first = number + 1, first + len(starts)
-            listed, edges = listed + room, edges + edge_room
+            giants.append([first, len(cut), len(heads), *places, *[0] * 7])
+            first, listed, edges = first + len(cut), listed + room, edges + edge_room
     if listed >= 1 << 31:
         raise ExchangeError(f"a bucket's candidates ({listed}) do not fit 31-bit places")
 
@@ -337,11 +337,31 @@ def make_giants(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) 
         groups=torch.cat(groups).to(device),
         giants=torch.tensor(giants, dtype=torch.int32).to(device),
         sections=room_for(first, 4),
-        histograms=room_for(number, BINS),
+        histograms=room_for(len(giants), BINS),
         list_values=room_for(listed, dtype=torch.float32),
         list_places=room_for(listed, dtype=torch.int16),
         edges=room_for(edges, 2),
     )
+
+
+def cut_chunks(row: Tensor, number: int) -> Tensor:
+    """int64 [chunks, 5]: struct Chunk of one row, which is the `number`-th; `row` is its struct Row."""
+    gradient, memory = (int(word) for word in row[:2])
+    (length, _), (stride, slot), (_, vector) = (halves(word) for word in row[4:7])
+    starts = torch.arange(0, length, CHUNK)
+    words = [
+        gradient + starts * stride,
+        memory + starts * stride,
+        number | starts << 32,
+        (length - starts).clamp(max=CHUNK) | stride << 32,
+        torch.full_like(starts, vector | slot << 32),
+    ]
+    return torch.stack(words, 1)
+
+
+def halves(word: Tensor) -> tuple[int, int]:
+    """The two 32-bit numbers of a word of a table."""
+    return int(word) & 0xFFFFFFFF, int(word) >> 32
 
 
 def candidate_room(rows: SlotRows) -> tuple[int, int]:
