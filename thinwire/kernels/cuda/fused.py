@@ -154,7 +154,7 @@ class FusedTopK(PreparedKernels):
             )
 
     def _giant_sites(self) -> Iterator[Site]:
-        """The steps of encode_giants.cu."""
+        """The steps that encode_giants.cu names."""
         t = self.tables.encode_giants
         if t is None:
             return
@@ -163,7 +163,7 @@ class FusedTopK(PreparedKernels):
         counted = [t.giants, t.sections, t.histograms, *lists]
         read = [BUCKET, MEMORY, PAYLOAD, t.chunks, *counted, RATIO]
         yield self._memory_site(file, "giants_collect", chunks, CHUNK_THREADS, read)
-        decide = self._kernel(file, "giants_decide")
+        decide = self._kernel("decide_giants.cu", "giants_decide")
         known = [MEMORY, t.rows, t.chunks, t.groups, *counted, t.edges, RATIO]
         yield Site(decide, len(t.groups), BINS, known)
         sent = [MEMORY, PAYLOAD, t.rows, t.chunks, t.giants, t.sections, *lists, chunks]
