@@ -110,6 +110,12 @@ def test_gradients_that_vanish_find_enough_in_memory(kernels):  # noqa: F811
     assert seen[5:] == [[READY, READY]] * 3
 
 
+@pytest.mark.parametrize("density", [0.01, 0.1])
+def test_norms_that_differ_from_step_to_step(kernels, density):  # noqa: F811
+    uneven = changed(lambda g, count: g * (1.0, 0.4, 2.0, 1.3, 0.5, 1.8, 0.3, 1.0)[count])
+    assert SLOW not in all_of(run(kernels, topk(density), uneven, steps=8, world=1))
+
+
 def test_sudden_shrinking(kernels):  # noqa: F811
     """A gradient that cancels what memory holds leaves too few candidates."""
 

@@ -10,11 +10,11 @@ struct Verdict {
     int cut;        // of the next call
 };
 
-// So many shall reach the next call's cut.
+// So many shall reach the next call's cut. The more is sent, the less is held back, and thresholds follow the gradient's norm.
 static __device__ __forceinline__ int target_of(const Row& row) {
-    const i64 twice = 2 * (i64)row.keep + 64;
+    const i64 wanted = (row.keep > row.length / 32 ? 3 : 2) * (i64)row.keep + 64;
     const int middle = row.keep + (row.length - row.keep) / 2;
-    return twice < middle ? (int)twice : middle;
+    return wanted < middle ? (int)wanted : middle;
 }
 
 // A lower cut where fewer than that reached this one; `total` > 0. By experience the number grows with the eighth power.
