@@ -160,7 +160,8 @@ static __device__ __forceinline__ void collect_chunk(
     const Gradient* bucket, float* memory, u8* payload, const Chunk& chunk, Giant& giant, Section& section, u32* histogram,
     const Lists& lists, float scale, const Momentum& correction, CollectShared& shared) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = warp * WARP_PART, left = chunk.count - part;
-    const Window window = window_of(giant.cut, scale);
+    // Looked at when the elements are there: they are not to wait for it.
+    const int cut = giant.cut;
 #pragma unroll
     for (int i = 0; i < BINS / THREADS; ++i) shared.histogram[i * THREADS + threadIdx.x] = 0;
     float c[PER_LANE];
@@ -170,7 +171,7 @@ static __device__ __forceinline__ void collect_chunk(
         const i64 at = (i64)part * chunk.stride;
         compensate_part<VECTOR>(
             bucket + chunk.gradient + at, memory, chunk.memory + at, chunk.stride, left, scale, correction, c, had, bad);
-        mask = find_candidates<VECTOR>(c, left, window.cut);
+        mask = find_candidates<VECTOR>(c, left, window_of(cut, scale).cut);
     }
     const int mine = warp_sum(__popc(mask));
     const u32 any_had = __ballot_sync(EVERY_LANE, had), any_bad = __ballot_sync(EVERY_LANE, bad);
@@ -179,6 +180,7 @@ static __device__ __forceinline__ void collect_chunk(
         shared.seen[warp] = (any_had ? SEEN_GRADIENT : 0) | (any_bad ? SEEN_BAD : 0);
     }
     __syncthreads();
+    const Window window = window_of(cut, scale);
     // Two that wait for memory; meanwhile the others count.
     if (threadIdx.x == 0) shared.begin = allot(giant, section, shared.counts);
     if (threadIdx.x == 32) report(shared.seen, chunk.slot, payload);
