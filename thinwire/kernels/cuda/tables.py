@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.errors import ExchangeError
+from thinwire.kernels.cuda.giants import GiantLaunch, make_giants
 from thinwire.plan.groups import Group
 from thinwire.select.rows import SlotRows
 from thinwire.wire.codec import FIXED_WORDS, Codec
@@ -36,16 +36,11 @@ SHARED_WORDS = 8192
 """Shared memory of a tile, in words: its histograms, later one bit per element."""
 BINS = 1024
 PIECE = 8192
-CHUNK = 16384
-"""Elements of a giant row that one block counts."""
+WHOLE = 5120
+"""A whole tensor of more elements is cut into chunks: many blocks share it. Then all whole tensors are: they share its launches."""
 GIANT = 1 << 18
 FEW_ROWS = 64
 """A slot of that many elements in fewer rows than a GPU has processors is cut into chunks."""
-COLD_SHIFT = 21
-"""Bits per bin before anything is known: all exponents in 1024 bins."""
-CANDIDATES_PER_ENTRY = 3
-SPARE_CANDIDATES = 1024
-"""Room for the candidates of a giant row; a row that has more goes the slow way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,27 +85,6 @@ class TileLaunch:
     """32-bit words that hold one bit per element of the longest row."""
     rows: Tensor
     parts: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class GiantLaunch:
-    """Rows too long for one block, with the buffers that their selection works in."""
-
-    rows: Tensor
-    chunks: Tensor
-    """int64 [chunks, 2]: struct Chunk."""
-    first_chunks: Tensor
-    """int32 [rows]"""
-    giants: Tensor
-    """int32 [rows, 13]: struct Giant."""
-    histograms: Tensor
-    """int16 [chunks, bins]"""
-    starts: Tensor
-    """int32 [chunks]: where each chunk's candidates begin."""
-    list_bits: Tensor
-    list_index: Tensor
-    tallies: Tensor
-    """int32 [chunks, 2]"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,9 +159,12 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     giants: list[tuple[SlotRows, Tensor]] = []
     short: dict[int, list[Tensor]] = {}
     pieces: dict[int, list[tuple[Tensor, int]]] = {}
+    cut_whole = any(rows.count == 1 and rows.length > WHOLE for rows in codec.table.rows)
     for rows, table in zip(codec.table.rows, described, strict=True):
         shape = block_shape(rows)
-        if shape is not None and shape[2] == 1:
+        if cut_whole and rows.count == 1:
+            giants.append((rows, table))
+        elif shape is not None and shape[2] == 1:
             shapes = by_team.setdefault(launch_of(*shape[:2]), {})
             shapes.setdefault(shape[:2], []).append(table)
         elif shape is not None:
@@ -296,39 +273,6 @@ def make_column_launch(
 
 def no_guesses(tables: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.zeros(sum(map(len, tables)), dtype=torch.int32, device=device)
-
-
-def make_giants(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) -> GiantLaunch:
-    """Chunks of every row, and room for its candidates."""
-    chunk_parts, first_chunks, giants = [], [], []
-    chunks, listed, number = 0, 0, 0
-    for rows, _ in slots:
-        starts = torch.arange(0, rows.length, CHUNK)
-        capacity = min(rows.length, CANDIDATES_PER_ENTRY * rows.keep + SPARE_CANDIDATES)
-        for _ in range(rows.count):
-            chunk_parts.append(
-                torch.stack([number | torch.full_like(starts, chunks) << 32, starts], 1)
-            )
-            first_chunks.append(chunks)
-            giants.append([len(starts), listed, capacity, 0, COLD_SHIFT, *[0] * 8])
-            number, chunks, listed = number + 1, chunks + len(starts), listed + capacity
-    if listed >= 1 << 31:
-        raise ExchangeError(f"a bucket's candidates ({listed}) do not fit 31-bit places")
-
-    def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    return GiantLaunch(
-        rows=torch.cat([table for _, table in slots]).to(device),
-        chunks=torch.cat(chunk_parts).to(device),
-        first_chunks=torch.tensor(first_chunks, dtype=torch.int32).to(device),
-        giants=torch.tensor(giants, dtype=torch.int32).to(device),
-        histograms=room(chunks, BINS, dtype=torch.int16),
-        starts=room(chunks),
-        list_bits=room(listed),
-        list_index=room(listed),
-        tallies=room(chunks, 2),
-    )
 
 
 def describe_rows(group: Group, codec: Codec) -> list[Tensor]:
