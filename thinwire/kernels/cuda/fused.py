@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cuda.launch import Site, Varying
+from thinwire.kernels.cuda.dense import THREADS, cut_stretches, packed_bytes
+from thinwire.kernels.cuda.launch import Kernel, Site, Varying
 from thinwire.kernels.cuda.prepared import (
+    BAD,
+    BESIDE,
     BUCKET,
-    FLAG,
     FLOAT_CODES,
     GATHERED,
     LOOK_BLOCKS,
@@ -28,17 +30,19 @@ from thinwire.kernels.cuda.prepared import (
     RATIO,
     ROW_WARPS,
     STRIDE,
+    UNUSED,
     USED,
     PreparedKernels,
 )
-from thinwire.kernels.cuda.tables import BINS, WARP, Tables, make_tables
+from thinwire.kernels.cuda.tables import BINS, DECODE_THREADS, WARP, Tables, make_tables
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Codec
 
 TILE_THREADS = 1024
-PIECE_THREADS = 256
 COUNT_THREADS = 512
-HEADER_THREADS = 256
+QUAD = 16
+"""Bytes of a payload that one thread clears."""
+LOOK_THREADS = 256
 MOST_AT_ONCE = 1 << 30
 """Elements of a bucket in one launch."""
 
@@ -63,7 +67,11 @@ class Correction:
 
 
 class FusedTopK(PreparedKernels):
-    """Exact top-k, with the memory or the momentum that `correction` says."""
+    """Exact top-k, with the memory or the momentum that `correction` says.
+
+    `beside` is a group of float32 slots of the same bucket that travels whole: before the payload in the same buffer, in the
+    same launches. It is gathered with the payload, or `summed` by itself.
+    """
 
     def __init__(
         self,
@@ -72,14 +80,23 @@ class FusedTopK(PreparedKernels):
         gradient_dtype: torch.dtype,
         world: int,
         correction: Correction | None = None,
+        beside: Group | None = None,
+        summed: bool = False,
     ) -> None:
         super().__init__(group, codec, gradient_dtype, world)
-        self.tables: Tables = make_tables(group, codec)
+        self.summed = summed
+        self._stretches = torch.zeros(0, 2, dtype=torch.int64, device=group.device)
+        if beside is not None:
+            assert gradient_dtype == torch.float32
+            self.before = packed_bytes(beside)
+            self._stretches = cut_stretches(beside)
+        self.tables: Tables = make_tables(group, codec, len(self._stretches))
         self._correction = correction
         self._prepare()
 
-    def _new_payload(self) -> Tensor:
-        return self.tables.template.clone()
+    def _new_buffer(self) -> Tensor:
+        size = self.before + self.codec.nbytes
+        return torch.empty(size, dtype=torch.uint8, device=self.group.device)
 
     def open_momentum(self, u: Tensor, ratio: Tensor | None) -> list[Tensor]:
         """What `encode` and `give_back` of one step need to know of a momentum that is to be multiplied with `ratio` first."""
@@ -91,14 +108,28 @@ class FusedTopK(PreparedKernels):
     # -- the launches -----------------------------------------------------------------------------------------
 
     def _encode_sites(self) -> Iterator[Site]:
+        yield self._opening_site()
         yield from self._row_sites()
         yield from self._column_sites()
         yield from self._tile_sites()
         yield from self._giant_sites()
 
+    def _opening_site(self) -> Site:
+        quads = self.codec.nbytes // QUAD
+        copying = -(-quads // THREADS)
+        status, stretches = self._status, self._stretches
+        args = [self.tables.template, PAYLOAD, BUCKET, BESIDE, stretches, status, quads, copying]
+        kernel = self._kernel("dense.cu", "open_payload")
+        return Site(kernel, copying + len(stretches), THREADS, [*args, self.world])
+
     def _decode_sites(self) -> Iterator[Site]:
-        yield self._header_site()
-        yield from self._decode_row_sites()
+        t, slots = self.tables, len(self.codec.table.rows)
+        read = [GATHERED, BESIDE, OUT, t.all_rows, t.decode_parts, self._stretches, t.expected]
+        rows_beside = 1 if self.summed else self.world
+        known = [self.used, self._status, self._share, self.world, rows_beside, STRIDE, slots]
+        kernel = self._kernel("decode.cu", "decode")
+        args = [*read, *known, int(self.into_bucket)]
+        yield Site(kernel, len(t.decode_parts), DECODE_THREADS, args)
 
     def _memory_site(
         self,
@@ -181,58 +212,51 @@ class FusedTopK(PreparedKernels):
         left = [MEMORY, PAYLOAD, t.rows, t.giants]
         yield self._memory_site(file, "giants_fallback", rows, BINS, left)
 
-    def _header_site(self) -> Site:
-        slots = len(self.codec.table.rows)
-        known = [self.tables.expected, self.used, self._status]
-        kernel = self._kernel("decode.cu", "read_headers", FIBRES=1)
-        return Site(kernel, 1, HEADER_THREADS, [GATHERED, *known, self.world, STRIDE, slots])
-
-    def _decode_row_sites(self) -> Iterator[Site]:
-        bucket = int(self.into_bucket)
-        known = [self.used, self._status, self._share, self.world, STRIDE]
-        for launch in self.tables.decode_rows:
-            count = len(launch.rows)
-            yield Site(
-                self._kernel("decode.cu", "decode_rows", FIBRES=1),
-                -(-count // ROW_WARPS),
-                WARP * ROW_WARPS,
-                [GATHERED, OUT, launch.rows, *known, count, launch.longest, bucket],
-                4 * ROW_WARPS * launch.longest,
-            )
-        for tile in self.tables.decode_tiles:
-            yield Site(
-                self._kernel("decode.cu", "decode_tiles", FIBRES=tile.fibres),
-                len(tile.parts),
-                PIECE_THREADS,
-                [GATHERED, OUT, tile.rows, tile.parts, *known, bucket],
-            )
-
-    def _give_back_site(self, of_used: bool) -> Site:
+    def _give_back_site(self) -> Site:
         rows = self.tables.all_rows
         return self._memory_site(
             "settle.cu",
             "give_back",
             min(LOOK_BLOCKS, -(-len(rows) // ROW_WARPS)),
             WARP * ROW_WARPS,
-            [MEMORY, PAYLOAD, rows, USED, FLAG, len(rows), int(of_used)],
+            [MEMORY, PAYLOAD, rows, USED, BAD, UNUSED, len(rows)],
         )
 
 
-def poison(bucket_flat: Tensor, bad: Tensor) -> None:
-    """Not-a-number everywhere if `bad`; no traffic if not."""
-    _whole("poison", bucket_flat, bad)
+class Poison:
+    """Not-a-number everywhere in a bucket if a flag is up; no traffic if not."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        kernel = _whole("poison", dtype)
+        self._sites = [
+            (
+                start * dtype.itemsize,
+                Site(kernel, LOOK_BLOCKS, LOOK_THREADS, [BUCKET, BAD, count]),
+            )
+            for start, count in _parts(numel)
+        ]
+
+    def __call__(self, bucket_flat: Tensor, bad: Tensor) -> None:
+        at, flag = bucket_flat.data_ptr(), bad.data_ptr()
+        for offset, site in self._sites:
+            site.launch({"bucket": at + offset, "bad": flag})
 
 
 def look(flat: Tensor) -> Tensor:
     """bool []: an element is not finite."""
     bad = torch.zeros((), dtype=torch.bool, device=flat.device)
-    _whole("look", flat, bad)
+    kernel = _whole("look", flat.dtype)
+    for start, count in _parts(flat.numel()):
+        kernel((LOOK_BLOCKS, 1, 1), (LOOK_THREADS, 1, 1), [flat[start:], bad, count])
     return bad
 
 
-def _whole(name: str, flat: Tensor, flag: Tensor) -> None:
-    defines = (("VALUE_CODE", 0), ("GRADIENT_CODE", FLOAT_CODES[flat.dtype]))
-    kernel = FusedTopK.compiler("settle.cu", name, defines)
-    # The kernels count with 32 bits.
-    for part in flat.split(MOST_AT_ONCE):
-        kernel((LOOK_BLOCKS, 1, 1), (256, 1, 1), [part, flag, part.numel()])
+def _whole(name: str, dtype: torch.dtype) -> Kernel:
+    defines = (("VALUE_CODE", 0), ("GRADIENT_CODE", FLOAT_CODES[dtype]))
+    return FusedTopK.compiler("settle.cu", name, defines)
+
+
+def _parts(numel: int) -> list[tuple[int, int]]:
+    """(start, elements) of every launch: the kernels count with 32 bits."""
+    starts = range(0, numel, MOST_AT_ONCE)
+    return [(start, min(MOST_AT_ONCE, numel - start)) for start in starts]

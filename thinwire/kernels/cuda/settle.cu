@@ -2,18 +2,18 @@
 
 #include "momentum.cuh"
 
-// Entries return to memory:
-//   mode 0: those of slots that nobody had a gradient for, if there are any (flag = status[1])
-//   mode 1: those of the other slots, if the step turned bad (flag)
+// Entries return to memory: those of slots that somebody had a gradient for if the step turned bad, those of the others if there
+// are any.
 extern "C" __global__ void give_back(
-    float* memory, const u8* payload, const Row* rows, const u8* used, const u8* flag, int count,
-    int mode MOMENTUM_PARAMETERS) {
-    if (*flag == 0) return;
+    float* memory, const u8* payload, const Row* rows, const u8* used, const u8* bad, const u8* unused,
+    int count MOMENTUM_PARAMETERS) {
+    const bool used_ones = *bad, other_ones = *unused;
+    if (!used_ones && !other_ones) return;
     const Momentum correction = MOMENTUM_OF_GROUP;
     const int lane = threadIdx.x & 31, warps = gridDim.x * blockDim.x / 32;
     for (int number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; number < count; number += warps) {
         const Row row = rows[number];
-        if (used[row.slot] != mode) continue;
+        if (!(used[row.slot] ? used_ones : other_ones)) continue;
         for (int place = lane; place < row.keep; place += 32) {
             const i64 at = row.memory + (i64)read_index(payload, row, place) * row.stride;
             memory[at] = __fadd_rn(memory[at], from_wire(reinterpret_cast<const Value*>(payload + row.values)[place]));

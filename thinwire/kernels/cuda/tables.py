@@ -30,8 +30,12 @@ COLUMNS = 8
 """Strided rows that lie next to each other: 32 bytes, the unit in which memory is read."""
 MAX_COLUMN_WARPS = 4
 """Four columns of four warps fill a block; then two blocks share a unit."""
-SHORT_LENGTHS = (512, 2048)
-"""Rows up to these lengths are decoded by one warp each, in as much shared memory as the longest of their launch needs."""
+HEADERS, MEANS, PIECES, TILES = range(4)
+"""What a block of decode.cu does, if it does not add up whole rows."""
+DECODE_THREADS = 256
+ROW_THREADS = {8: 64, 32: 1024, 64: 2048, 128: 4096, 256: 8192}
+"""By the threads that decode a row: its length at most. From 32 on that is what shared memory has for as many threads; a few
+entries in a very short row keep few threads busy."""
 SHARED_WORDS = 8192
 """Shared memory of a tile, in words: its histograms, later one bit per element."""
 BINS = 1024
@@ -83,7 +87,7 @@ class ColumnLaunch:
 
 @dataclass(frozen=True, eq=False)
 class TileLaunch:
-    """Rows that are strided or long; `parts` are the tiles or pieces of them that one block takes."""
+    """Rows that are strided or long; `parts` are the tiles of them that one block takes."""
 
     fibres: int
     words: int
@@ -114,14 +118,6 @@ class GiantLaunch:
 
 
 @dataclass(frozen=True, eq=False)
-class ShortLaunch:
-    """Contiguous rows that one warp each decodes."""
-
-    longest: int
-    rows: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Tables:
     """Everything the kernels need to know about one codec on one group."""
 
@@ -129,9 +125,9 @@ class Tables:
     encode_columns: Sequence[ColumnLaunch]
     encode_tiles: Sequence[TileLaunch]
     encode_giants: GiantLaunch | None
-    decode_rows: Sequence[ShortLaunch]
-    decode_tiles: Sequence[TileLaunch]
     all_rows: Tensor
+    decode_parts: Tensor
+    """int32 [blocks, 4]: struct Part of decode.cu; rows are numbered as in `all_rows`."""
     template: Tensor
     """uint8: the payload's header without flags, then zeros."""
     expected: Tensor
@@ -176,15 +172,14 @@ def words_of(rows: SlotRows) -> int:
     return -(-rows.length // 32)
 
 
-def make_tables(group: Group, codec: Codec) -> Tables:
+def make_tables(group: Group, codec: Codec, stretches: int = 0) -> Tables:
+    """`stretches`: how many of dense tensors travel beside the payload."""
     device = group.device
     described = describe_rows(group, codec)
     by_team: dict[tuple[int, int], dict[tuple[int, int], list[Tensor]]] = {}
     by_columns: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}
     by_tile: dict[tuple[int, int], list[Tensor]] = {}
     giants: list[tuple[SlotRows, Tensor]] = []
-    short: dict[int, list[Tensor]] = {}
-    pieces: dict[int, list[tuple[Tensor, int]]] = {}
     for rows, table in zip(codec.table.rows, described, strict=True):
         shape = block_shape(rows)
         if shape is not None and shape[2] == 1:
@@ -196,12 +191,6 @@ def make_tables(group: Group, codec: Codec) -> Tables:
             by_tile.setdefault((fibres, words_of(rows)), []).append(table)
         else:
             giants.append((rows, table))
-        if is_contiguous(rows) and rows.length <= SHORT_LENGTHS[-1]:
-            longest = next(longest for longest in SHORT_LENGTHS if rows.length <= longest)
-            short.setdefault(longest, []).append(table)
-        else:
-            fibres = 1 if is_contiguous(rows) else COLUMNS
-            pieces.setdefault(fibres, []).append((table, rows.length))
     header = codec.fixed_header()
     places = torch.tensor([rows.entries for rows in codec.table.rows], dtype=torch.int32)
     return Tables(
@@ -219,19 +208,8 @@ def make_tables(group: Group, codec: Codec) -> Tables:
             for (fibres, words), tables in by_tile.items()
         ],
         encode_giants=make_giants(giants, device) if giants else None,
-        decode_rows=[
-            ShortLaunch(longest, torch.cat(tables).to(device)) for longest, tables in short.items()
-        ],
-        decode_tiles=[
-            TileLaunch(
-                fibres,
-                0,
-                torch.cat([table for table, _ in tables]).to(device),
-                cut_pieces(tables, fibres).to(device),
-            )
-            for fibres, tables in pieces.items()
-        ],
         all_rows=torch.cat(described).to(device),
+        decode_parts=decode_parts(codec.table.rows, stretches).to(device),
         template=blank_payload(codec).to(device),
         expected=torch.cat([header[:FIXED_WORDS], places]).to(device),
     )
@@ -379,21 +357,46 @@ def tiles(tables: Sequence[Tensor], fibres: int) -> Tensor:
     return torch.cat(parts).int()
 
 
-def cut_pieces(tables: Sequence[tuple[Tensor, int]], fibres: int) -> Tensor:
-    """int32 [pieces, 3]: (first row, rows, first element) of every block."""
-    heads = tiles([table for table, _ in tables], fibres)
-    parts, at = [], 0
-    for table, length in tables:
-        mine = heads[at : at + -(-len(table) // fibres)]
-        at += len(mine)
-        starts = torch.arange(0, length, PIECE // fibres, dtype=torch.int32)
-        parts.append(
-            torch.cat(
-                [
-                    mine.repeat_interleave(len(starts), 0),
-                    starts.repeat(len(mine))[:, None],
-                ],
-                1,
-            )
-        )
-    return torch.cat(parts)
+def decode_parts(slots: Sequence[SlotRows], stretches: int) -> Tensor:
+    """int32 [blocks, 4]: struct Part of decode.cu. What waits longest for memory comes first, short rows last."""
+    runs: list[tuple[int, int, int]] = []
+    pieces: list[Tensor] = []
+    number = 0
+    for rows in slots:
+        threads = row_threads(rows)
+        if threads is None:
+            pieces.append(cut_pieces(rows, number))
+        elif runs and runs[-1][0] == threads and sum(runs[-1][1:]) == number:
+            # Rows of several slots fill a block.
+            runs[-1] = (threads, runs[-1][1], runs[-1][2] + rows.count)
+        else:
+            runs.append((threads, number, rows.count))
+        number += rows.count
+    first = [[HEADERS, 0, 0, 0], *([MEANS, which, 0, 0] for which in range(stretches))]
+    short = [cut_run(*run) for run in sorted(runs, key=lambda run: -run[0])]
+    return torch.cat([torch.tensor(first, dtype=torch.int32), *pieces, *short])
+
+
+def row_threads(rows: SlotRows) -> int | None:
+    """Threads that decode one of these rows; None if it is cut into pieces."""
+    if not is_contiguous(rows):
+        return None
+    return next((threads for threads, most in ROW_THREADS.items() if rows.length <= most), None)
+
+
+def cut_run(threads: int, first: int, count: int) -> Tensor:
+    """Parts of neighbouring rows that have as many threads each."""
+    each = DECODE_THREADS // threads
+    starts = torch.arange(0, count, each, dtype=torch.int32)
+    kind, nothing = torch.full_like(starts, threads), torch.zeros_like(starts)
+    return torch.stack([kind, first + starts, (count - starts).clamp(max=each), nothing], 1)
+
+
+def cut_pieces(rows: SlotRows, first: int) -> Tensor:
+    """Parts of one slot whose rows, the `first` of them so numbered, are strided or long."""
+    kind, fibres = (PIECES, 1) if is_contiguous(rows) else (TILES, COLUMNS)
+    heads = torch.arange(0, rows.count, fibres, dtype=torch.int32)
+    starts = torch.arange(0, rows.length, PIECE // fibres, dtype=torch.int32)
+    heads, starts = heads.repeat_interleave(len(starts)), starts.repeat(len(heads))
+    members = (rows.count - heads).clamp(max=fibres)
+    return torch.stack([torch.full_like(heads, kind), first + heads, members, starts], 1)
