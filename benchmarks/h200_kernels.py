@@ -25,7 +25,7 @@ LENGTHS = (64, 256, 576, 1024, 1280, 2304, 4096, 4608, 25_088)
 STEPS = 3
 WARM_STEPS = 6
 WORTH_SHOWING = 0.02
-KERNELS = ("encode", "decode", "giants", "give_back", "read_headers", "poison")
+KERNELS = ("encode", "decode", "giants", "give_back", "open_payload", "poison")
 
 
 def copy_speed() -> float:

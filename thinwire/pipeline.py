@@ -34,7 +34,7 @@ from thinwire.exchange.base import Outcome
 from thinwire.exchange.drivers import Driver, fail
 from thinwire.exchange.fused import fuse_requests
 from thinwire.exchange.requests import Program, together
-from thinwire.fused import FusedAccount
+from thinwire.fused import FusedAccount, settle_all
 from thinwire.kernels.inspection import any_of, inspect, is_any_non_finite, prepare_poison
 from thinwire.layout import Bucket, BucketLayout
 from thinwire.memory.account import Account
@@ -255,8 +255,7 @@ class Pipeline:
             bad = torch.ones((), dtype=torch.bool, device=self.device)
         else:
             bad = any_of(book.bad)
-        for account in book.accounts:
-            account.settle(bad)
+        settle_all(book.accounts, bad)
 
     def dimensions(self) -> dict[str, DimensionStats]:
         """Which rows the last step left out, for the parameters a sparse method has."""

@@ -62,7 +62,7 @@ def test_launches_of_a_step_in_several_buckets(launched):
         "encode_rows": 3,
         "decode": 3,
         "poison": 3,
-        "give_back": 3,
+        "give_back_all": 1,
     }
 
 

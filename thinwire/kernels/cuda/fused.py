@@ -6,6 +6,7 @@ these are.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,30 @@ COUNT_THREADS = 512
 QUAD = 16
 """Bytes of a payload that one thread clears."""
 LOOK_THREADS = 256
+MOST_BOOKS = 64
+BOOK_BLOCKS = 8
+"""Blocks for each of many payloads."""
 MOST_AT_ONCE = 1 << 30
 """Elements of a bucket in one launch."""
+
+
+class Book(ctypes.Structure):
+    """struct Book of settle.cu; tensors must outlive the launch."""
+
+    _fields_ = [
+        ("memory", ctypes.c_void_p),
+        ("payload", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("used", ctypes.c_void_p),
+        ("unused", ctypes.c_void_p),
+        ("count", ctypes.c_longlong),
+    ]
+
+
+class Books(ctypes.Structure):
+    """A kernel's parameters are at most 4 KB."""
+
+    _fields_ = [("at", Book * MOST_BOOKS)]
 
 
 @dataclass(frozen=True)
@@ -104,6 +127,29 @@ class FusedTopK(PreparedKernels):
         entries = self.codec.table.entries if self._correction.masking else 0
         kept = torch.empty(entries, device=u.device)
         return [u, kept, self._one if ratio is None else ratio]
+
+    def book(self, memory: Tensor, sent: Tensor, used: Tensor, unused: Tensor) -> Book | None:
+        """What `give_back` would be called with, for `give_back_all`; None if there is a momentum."""
+        if self._correction is not None:
+            return None
+        rows = self.tables.all_rows
+        payload = sent.data_ptr() + self.before
+        flags = (used.data_ptr(), unused.data_ptr())
+        return Book(memory.data_ptr(), payload, rows.data_ptr(), *flags, len(rows))
+
+    def give_back_all(self, books: Sequence[Book], bad: Tensor) -> None:
+        """`give_back` of many payloads of this format; `books` say which."""
+        kernel = self._kernel("settle.cu", "give_back_all")
+        for start in range(0, len(books), MOST_BOOKS):
+            part = books[start : start + MOST_BOOKS]
+            grid = (BOOK_BLOCKS * len(part), 1, 1)
+            together = Books((Book * MOST_BOOKS)(*part))
+            kernel(grid, (WARP * ROW_WARPS, 1, 1), [together, bad, BOOK_BLOCKS])
+
+    @property
+    def format(self) -> tuple[tuple[str, int], ...]:
+        """What payloads have to have in common."""
+        return self._defines
 
     # -- the launches -----------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class Varying:
 
 
 class Arguments:
-    """What a kernel is called with, as the driver wants it: tensors by pointer, numbers as 32-bit integers.
+    """What a kernel is called with, as the driver wants it: tensors by pointer, numbers as 32-bit integers, structures as they are.
 
     Tensors must outlive the launch.
     """
@@ -58,7 +58,9 @@ class Arguments:
         self.pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, self._boxes))
 
 
-def _box(arg: Any) -> ctypes.c_void_p | ctypes.c_int:
+def _box(arg: Any) -> ctypes.c_void_p | ctypes.c_int | ctypes.Structure:
+    if isinstance(arg, ctypes.Structure):
+        return arg
     if isinstance(arg, Varying):
         return ctypes.c_int() if arg.is_number else ctypes.c_void_p()
     if isinstance(arg, Tensor):
