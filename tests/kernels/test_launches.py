@@ -15,7 +15,15 @@ from tests.kernels.test_fused import adtopk, compare, find_carriers, kernels, ra
 from thinwire.compressor import SparseCompressor
 from thinwire.kernels.cuda.dense import FusedDense
 from thinwire.kernels.cuda.fused import FusedTopK
-from thinwire.kernels.cuda.tables import COLUMNS, PIECE, PIECES, ROW_THREADS, TILES, decode_parts
+from thinwire.kernels.cuda.tables import (
+    COLUMNS,
+    PIECE,
+    PIECES,
+    ROW_THREADS,
+    TILES,
+    decode_parts,
+    piece_span,
+)
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 SHAPES = {
@@ -138,6 +146,7 @@ def test_rows_of_all_lengths_are_decoded_in_one_launch(kernels, world, density):
     shapes = {f"rows of {length}": (1 + length % 7, length) for length in LENGTHS}
     compare(kernels, adtopk(density), random, shapes=shapes, steps=2, world=world)
     columns = {"few": (2100, 3), "many": (1030, 19), "whole": (1024, 16), "short": (7, 8)}
+    columns["bisected"] = (5121, 9)
     compare(kernels, adtopk(density, axis=0), random, shapes=columns, steps=2, world=world)
 
 
@@ -154,9 +163,11 @@ def test_every_element_of_every_row_has_one_block(kernels):  # noqa: F811
         lengths = [rows.length for rows in slots for _ in range(rows.count)]
         seen = [0] * len(lengths)
         for kind, first, count, start in decode_parts(slots, 0)[1:].tolist():
-            span = {PIECES: PIECE, TILES: PIECE // COLUMNS}.get(kind) or ROW_THREADS[kind]
             for number in range(first, first + count):
                 assert seen[number] == start, "pieces of a row in order"
+                fibres = {PIECES: 1, TILES: COLUMNS}.get(kind)
+                span = piece_span(lengths[number], fibres) if fibres else ROW_THREADS[kind]
+                assert not fibres or (span % 4 == 0 and fibres * span <= PIECE)
                 seen[number] = min(lengths[number], start + span)
         assert seen == lengths
 

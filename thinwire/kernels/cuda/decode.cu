@@ -23,8 +23,12 @@ struct Part {
 
 // Ranks whose entries are under way at once.
 #define RANKS 4
-// Blocks on a multiprocessor: as many as their registers let.
-#define BLOCKS_AT_ONCE (PACKED ? 4 : 5)
+// Blocks on a multiprocessor: as many as registers and shared memory let.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && !PACKED
+#define BLOCKS_AT_ONCE 5
+#else
+#define BLOCKS_AT_ONCE 4
+#endif
 
 static __device__ __forceinline__ const int* slot_words(const u8* payload, int slot) {
     return reinterpret_cast<const int*>(payload) + HEADER_FIXED + slot * HEADER_SLOT;
@@ -137,7 +141,16 @@ static __device__ __forceinline__ bool decode_rows(
     return bad;
 }
 
-// A piece of up to FIBRES neighbouring rows of one slot, which finds its entries by bisection. Tells whether something was wrong.
+// Pieces of a row are as long as each other, but for the last; as in `piece_span` of tables.py.
+static __device__ __forceinline__ int piece_span(int length, int most) {
+    const int pieces = (length + most - 1) / most;
+    return ((length + pieces - 1) / pieces + 3) / 4 * 4;
+}
+
+// A piece of up to FIBRES neighbouring rows of one slot. Tells whether something was wrong.
+//
+// If a row has no more entries than threads, everybody reads one and looks whether it belongs here; otherwise a piece finds its
+// own by bisection.
 template <int FIBRES>
 static __device__ __forceinline__ bool decode_piece(
     const Reply& reply, const Part& part, const Row* rows, float* sum, int (*edges)[COLUMNS][2], float* out, float average,
@@ -145,22 +158,22 @@ static __device__ __forceinline__ bool decode_piece(
     const int fibre = threadIdx.x % FIBRES, member = threadIdx.x / FIBRES, team = THREADS / FIBRES;
     const bool live = fibre < part.rows;
     const Row row = rows[part.first + (live ? fibre : 0)];
-    const int here = min(PIECE / FIBRES, row.length - part.start);
-    const bool used = is_used<32>(reply, row.slot);
+    const int here = min(piece_span(row.length, PIECE / FIBRES), row.length - part.start);
+    const bool used = is_used<32>(reply, row.slot), bisect = row.keep > team;
     for (int i = 4 * threadIdx.x; i < here * FIBRES; i += 4 * THREADS)
         *reinterpret_cast<float4*>(sum + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     bool bad = false;
     const auto add = [&](int index, float value) {
         const int at = index - part.start;
-        if (at < 0 || at >= here)
-            bad = true;
-        else
+        if (at >= 0 && at < here)
             sum[at * FIBRES + fibre] = __fadd_rn(sum[at * FIBRES + fibre], value);
+        else
+            bad |= bisect || index < 0 || index >= row.length;
     };
     for (int before = 0; before < reply.world; before += MOST_AT_ONCE) {
         const int together = min(reply.world - before, MOST_AT_ONCE);
         // Each bisection waits for memory several times over: those of all ranks run side by side.
-        for (int i = threadIdx.x; i < together * FIBRES * 2; i += THREADS) {
+        for (int i = threadIdx.x; bisect && i < together * FIBRES * 2; i += THREADS) {
             const int which = i / 2 % FIBRES, rank = i / (2 * FIBRES);
             if (which >= part.rows) continue;
             const Row mine = rows[part.first + which];
@@ -179,7 +192,7 @@ static __device__ __forceinline__ bool decode_piece(
             for (int r = 0; r < RANKS; ++r) {
                 const int rank = min(ranks + r, together - 1);
                 const u8* payload = reply.of(before + rank);
-                places[r] = (live ? edges[rank][fibre][0] : 0) + member;
+                places[r] = (live && bisect ? edges[rank][fibre][0] : 0) + member;
                 const int place = min(places[r], row.keep - 1);
                 indices[r] = read_index(payload, row, place);
                 values[r] = read_value(payload, row, place);
@@ -188,7 +201,7 @@ static __device__ __forceinline__ bool decode_piece(
             for (int r = 0; r < RANKS; ++r) {
                 if (ranks + r >= together) break;
                 if (live && used) {
-                    const int end = edges[ranks + r][fibre][1];
+                    const int end = bisect ? edges[ranks + r][fibre][1] : row.keep;
                     if (places[r] < end) add(indices[r], values[r]);
                     const u8* payload = reply.of(before + ranks + r);
 #pragma unroll 1

@@ -396,7 +396,13 @@ def cut_pieces(rows: SlotRows, first: int) -> Tensor:
     """Parts of one slot whose rows, the `first` of them so numbered, are strided or long."""
     kind, fibres = (PIECES, 1) if is_contiguous(rows) else (TILES, COLUMNS)
     heads = torch.arange(0, rows.count, fibres, dtype=torch.int32)
-    starts = torch.arange(0, rows.length, PIECE // fibres, dtype=torch.int32)
+    starts = torch.arange(0, rows.length, piece_span(rows.length, fibres), dtype=torch.int32)
     heads, starts = heads.repeat_interleave(len(starts)), starts.repeat(len(heads))
     members = (rows.count - heads).clamp(max=fibres)
     return torch.stack([torch.full_like(heads, kind), first + heads, members, starts], 1)
+
+
+def piece_span(length: int, fibres: int) -> int:
+    """Elements of a row in one piece of so many rows: as many in each, in fours, and no more than fit."""
+    pieces = -(-length // (PIECE // fibres))
+    return -(-length // (4 * pieces)) * 4
