@@ -55,27 +55,56 @@ static __device__ void read_headers(const Reply& reply, const int* expected, u8*
     }
 }
 
-// Whether anybody had a gradient for a slot, asked by whole warps; neighbouring LANES ask for the same one.
+// What ranks said of having a gradient for a slot: this lane's word of one rank, LANES neighbours reading one each.
 template <int LANES>
-static __device__ __forceinline__ bool is_used(const Reply& reply, int slot) {
-    bool any = false;
-    for (int rank = threadIdx.x % LANES; rank < reply.world; rank += LANES)
-        any |= slot_words(reply.of(rank), slot)[HEADER_HAD] != 0;
+static __device__ __forceinline__ int read_had(const Reply& reply, int slot) {
+    return slot_words(reply.of(min((int)threadIdx.x % LANES, reply.world - 1)), slot)[HEADER_HAD];
+}
+
+// Whether anybody had one, decided by whole warps from `had` and, where there are more ranks than LANES, the words of the others.
+template <int LANES>
+static __device__ __forceinline__ bool is_used(const Reply& reply, int slot, int had) {
+#pragma unroll 1
+    for (int rank = (int)threadIdx.x % LANES + LANES; rank < reply.world; rank += LANES)
+        had |= slot_words(reply.of(rank), slot)[HEADER_HAD];
     const u32 neighbours = LANES < 32 ? ((1u << LANES % 32) - 1) << (threadIdx.x % 32 / LANES * LANES) : EVERY_LANE;
-    return (__ballot_sync(EVERY_LANE, any) & neighbours) != 0;
+    return (__ballot_sync(EVERY_LANE, had != 0) & neighbours) != 0;
 }
 
 static __device__ __forceinline__ float read_value(const u8* payload, const Row& row, int place) {
     return from_wire(reinterpret_cast<const Value*>(payload + row.values)[place]);
 }
 
+// One entry of each of RANKS ranks, or so many of one: memory is far away, so that all are under way before one is used. What is not there is
+// read at another place, which costs less than a branch before every load.
+struct Entries {
+    int indices[RANKS];
+    float values[RANKS];
+
+    // At the same place of every rank from `first` on.
+    __device__ __forceinline__ void load(const Reply& reply, const Row& row, int first, int place) {
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) load_one(r, reply.of(min(first + r, reply.world - 1)), row, place);
+    }
+
+    __device__ __forceinline__ void load_one(int r, const u8* payload, const Row& row, int place) {
+        place = min(place, row.keep - 1);
+        indices[r] = load_index(payload, row, place);
+        values[r] = read_value(payload, row, place);
+    }
+};
+
 // Contiguous rows that fit, LANES threads each. Tells whether something was wrong.
 template <int LANES>
 static __device__ __forceinline__ bool decode_rows(
     const Reply& reply, const Part& part, const Row* rows, float* sums, float* out, float average, bool into_bucket) {
+    constexpr int ASKING = LANES < 32 ? LANES : 32;
     const int team = threadIdx.x / LANES, member = threadIdx.x % LANES;
     const bool live = team < part.rows;
     const Row row = rows[part.first + (live ? team : 0)];
+    Entries entries;
+    entries.load(reply, row, 0, member);
+    const int had = read_had<ASKING>(reply, row.slot);
     float* sum = sums + team * (PIECE / THREADS * LANES);
     const auto meet = [&] {
         if (LANES <= 32)
@@ -83,9 +112,9 @@ static __device__ __forceinline__ bool decode_rows(
         else
             sync_team(team, LANES);
     };
-    const int keep = is_used<(LANES < 32 ? LANES : 32)>(reply, row.slot) && live ? row.keep : 0;
     for (int j = 4 * member; j < row.length; j += 4 * LANES)
         *reinterpret_cast<float4*>(sum + j) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const int keep = is_used<ASKING>(reply, row.slot, had) && live ? row.keep : 0;
     bool bad = false;
     const auto add = [&](int index, float value) {
         if (index < 0 || index >= row.length)
@@ -97,29 +126,24 @@ static __device__ __forceinline__ bool decode_rows(
     // Neighbouring rows of one warp go the same way.
     if (__ballot_sync(EVERY_LANE, row.keep > LANES) == 0) {
         for (int ranks = 0; ranks < reply.world; ranks += RANKS) {
-            int indices[RANKS];
-            float values[RANKS];
-            // The entries of several ranks are on their way before one is added. What is not there is read at another place,
-            // which costs less than a branch before every load.
-#pragma unroll
-            for (int r = 0; r < RANKS; ++r) {
-                const u8* payload = reply.of(min(ranks + r, reply.world - 1));
-                const int place = min(member, row.keep - 1);
-                indices[r] = read_index(payload, row, place);
-                values[r] = read_value(payload, row, place);
-            }
+            if (ranks) entries.load(reply, row, ranks, member);
 #pragma unroll
             for (int r = 0; r < RANKS; ++r) {
                 if (ranks + r >= reply.world) break;
-                if (member < keep) add(indices[r], values[r]);
+                if (member < keep) add(entries.indices[r], entries.values[r]);
                 meet();
             }
         }
     } else {
         for (int rank = 0; rank < reply.world; ++rank) {
             const u8* payload = reply.of(rank);
-            for (int place = member; place < keep; place += LANES)
-                add(read_index(payload, row, place), read_value(payload, row, place));
+            for (int place = member; place < keep; place += RANKS * LANES) {
+#pragma unroll
+                for (int i = 0; i < RANKS; ++i) entries.load_one(i, payload, row, place + i * LANES);
+#pragma unroll
+                for (int i = 0; i < RANKS; ++i)
+                    if (place + i * LANES < keep) add(entries.indices[i], entries.values[i]);
+            }
             meet();
         }
     }
@@ -159,9 +183,13 @@ static __device__ __forceinline__ bool decode_piece(
     const bool live = fibre < part.rows;
     const Row row = rows[part.first + (live ? fibre : 0)];
     const int here = min(piece_span(row.length, PIECE / FIBRES), row.length - part.start);
-    const bool used = is_used<32>(reply, row.slot), bisect = row.keep > team;
+    const bool bisect = row.keep > team;
+    Entries entries;
+    if (!bisect) entries.load(reply, row, 0, member);
+    const int had = read_had<32>(reply, row.slot);
     for (int i = 4 * threadIdx.x; i < here * FIBRES; i += 4 * THREADS)
         *reinterpret_cast<float4*>(sum + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const bool taken = is_used<32>(reply, row.slot, had) && live;
     bool bad = false;
     const auto add = [&](int index, float value) {
         const int at = index - part.start;
@@ -170,10 +198,22 @@ static __device__ __forceinline__ bool decode_piece(
         else
             bad |= bisect || index < 0 || index >= row.length;
     };
-    for (int before = 0; before < reply.world; before += MOST_AT_ONCE) {
+    if (!bisect) {
+        __syncthreads();
+        for (int ranks = 0; ranks < reply.world; ranks += RANKS) {
+            if (ranks) entries.load(reply, row, ranks, member);
+#pragma unroll
+            for (int r = 0; r < RANKS; ++r) {
+                if (ranks + r >= reply.world) break;
+                if (taken && member < row.keep) add(entries.indices[r], entries.values[r]);
+                __syncthreads();
+            }
+        }
+    }
+    for (int before = 0; bisect && before < reply.world; before += MOST_AT_ONCE) {
         const int together = min(reply.world - before, MOST_AT_ONCE);
         // Each bisection waits for memory several times over: those of all ranks run side by side.
-        for (int i = threadIdx.x; bisect && i < together * FIBRES * 2; i += THREADS) {
+        for (int i = threadIdx.x; i < together * FIBRES * 2; i += THREADS) {
             const int which = i / 2 % FIBRES, rank = i / (2 * FIBRES);
             if (which >= part.rows) continue;
             const Row mine = rows[part.first + which];
@@ -185,28 +225,22 @@ static __device__ __forceinline__ bool decode_piece(
         }
         __syncthreads();
         for (int ranks = 0; ranks < together; ranks += RANKS) {
-            // As above; a piece usually has fewer entries than threads.
-            int indices[RANKS], places[RANKS];
-            float values[RANKS];
 #pragma unroll
             for (int r = 0; r < RANKS; ++r) {
                 const int rank = min(ranks + r, together - 1);
-                const u8* payload = reply.of(before + rank);
-                places[r] = (live && bisect ? edges[rank][fibre][0] : 0) + member;
-                const int place = min(places[r], row.keep - 1);
-                indices[r] = read_index(payload, row, place);
-                values[r] = read_value(payload, row, place);
+                entries.load_one(r, reply.of(before + rank), row, (live ? edges[rank][fibre][0] : 0) + member);
             }
 #pragma unroll
             for (int r = 0; r < RANKS; ++r) {
                 if (ranks + r >= together) break;
-                if (live && used) {
-                    const int end = bisect ? edges[ranks + r][fibre][1] : row.keep;
-                    if (places[r] < end) add(indices[r], values[r]);
+                if (taken) {
+                    const int end = edges[ranks + r][fibre][1];
+                    int place = edges[ranks + r][fibre][0] + member;
+                    if (place < end) add(entries.indices[r], entries.values[r]);
                     const u8* payload = reply.of(before + ranks + r);
 #pragma unroll 1
-                    for (int place = places[r] + team; place < end; place += team)
-                        add(read_index(payload, row, place), read_value(payload, row, place));
+                    for (place += team; place < end; place += team)
+                        add(load_index(payload, row, place), read_value(payload, row, place));
                 }
                 __syncthreads();
             }
@@ -244,7 +278,11 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_AT_ONCE) void decode(
     bool bad = false;
     switch (part.kind) {
         case HEADERS: read_headers(reply, expected, used, status, slots); break;
-        case MEANS: bad = mean_stretch(dense, out, stretches[part.first], dense_world, payload_bytes); break;
+        case MEANS: {
+            const Stretch stretch = stretches[part.first];
+            bad = mean_stretch(dense, out, stretch, dense_world, payload_bytes);
+            break;
+        }
         case PIECES: bad = decode_piece<1>(reply, part, rows, sums, edges, out, average, into_bucket); break;
         case TILES: bad = decode_piece<COLUMNS>(reply, part, rows, sums, edges, out, average, into_bucket); break;
         case 8: bad = decode_rows<8>(reply, part, rows, sums, out, average, into_bucket); break;

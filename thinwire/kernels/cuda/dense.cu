@@ -7,13 +7,15 @@ extern "C" __global__ void dense_send(
     const Gradient* bucket, float* packed, const Stretch* stretches, u8* wrong, int world) {
     // Nobody raises it before the ranks' values are there.
     if (blockIdx.x == 0 && threadIdx.x == 0) *wrong = 0;
-    send_stretch(bucket, packed, stretches[blockIdx.x], world);
+    const Stretch stretch = stretches[blockIdx.x];
+    send_stretch(bucket, packed, stretch, world);
 }
 
 // `wrong` goes up if a sum is not finite.
 extern "C" __global__ void dense_mean(
     const u8* gathered, float* bucket, const Stretch* stretches, u8* wrong, int world, int row_bytes) {
-    if (mean_stretch(gathered, bucket, stretches[blockIdx.x], world, row_bytes)) raise(wrong);
+    const Stretch stretch = stretches[blockIdx.x];
+    if (mean_stretch(gathered, bucket, stretch, world, row_bytes)) raise(wrong);
 }
 
 // What encoding expects of a payload: header and zeros, both flags of the last step down. The first `copying` blocks do that,
@@ -23,7 +25,8 @@ extern "C" __global__ void open_payload(
     int quads, int copying, int world) {
     const int block = (int)blockIdx.x;
     if (block >= copying) {
-        send_stretch(bucket, packed, stretches[block - copying], world);
+        const Stretch stretch = stretches[block - copying];
+        send_stretch(bucket, packed, stretch, world);
         return;
     }
     if (block == 0 && threadIdx.x < 2) status[threadIdx.x] = 0;
