@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -95,7 +96,7 @@ class Opened:
     carries: Tensor | None = None
     """bool []: whether something was wrong, in this group or in the one `beside` it; None = it carries none."""
 
-    @property
+    @cached_property
     def nbytes(self) -> float:
         return sum(self.slot_bytes)
 

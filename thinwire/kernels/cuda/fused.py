@@ -115,6 +115,8 @@ class FusedTopK(PreparedKernels):
             self._stretches = cut_stretches(beside)
         self.tables: Tables = make_tables(group, codec, len(self._stretches))
         self._correction = correction
+        self._rows_at = self.tables.all_rows.data_ptr()
+        self._row_count = len(self.tables.all_rows)
         self._prepare()
 
     def _new_buffer(self) -> Tensor:
@@ -132,10 +134,9 @@ class FusedTopK(PreparedKernels):
         """What `give_back` would be called with, for `give_back_all`; None if there is a momentum."""
         if self._correction is not None:
             return None
-        rows = self.tables.all_rows
         payload = sent.data_ptr() + self.before
         flags = (used.data_ptr(), unused.data_ptr())
-        return Book(memory.data_ptr(), payload, rows.data_ptr(), *flags, len(rows))
+        return Book(memory.data_ptr(), payload, self._rows_at, *flags, self._row_count)
 
     def give_back_all(self, books: Sequence[Book], bad: Tensor) -> None:
         """`give_back` of many payloads of this format; `books` say which."""
