@@ -14,7 +14,7 @@ from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
 from tests.kernels.test_fused import adtopk, compare, find_carriers, kernels, random  # noqa: F401
 from thinwire.compressor import SparseCompressor
 from thinwire.kernels.cuda.dense import FusedDense
-from thinwire.kernels.cuda.fused import FusedTopK
+from thinwire.kernels.cuda.fused import MOST_BOOKS, FusedTopK
 from thinwire.kernels.cuda.tables import (
     COLUMNS,
     PIECE,
@@ -186,3 +186,15 @@ def test_an_index_outside_its_row_marks_the_step_as_bad(kernels, shape):  # noqa
     indices[made.codec.table.entries - 1] = shape[axis]
     made.decode(sent[None], bucket)
     assert made.wrong
+
+
+def test_more_buckets_than_one_launch_takes_back(launched):
+    shapes = {f"w{number}": (2, 24) for number in range(MOST_BOOKS + 3)}
+    cluster = Cluster(1, adtopk(), shapes=shapes)
+    cluster.buckets = [[name] for name in shapes]
+    gradients = cluster.random(0)
+    cluster.step(gradients)
+    cluster.pipelines[0].settle(discard=True)
+    assert launched.count("give_back_all") == 2
+    held = cluster.residuals(0)
+    assert all(torch.equal(held[name], gradient) for name, gradient in gradients[0].items())
