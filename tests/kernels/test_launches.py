@@ -13,17 +13,16 @@ from tests.contracts.cluster import Cluster
 from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
 from tests.kernels.test_fused import adtopk, compare, find_carriers, kernels, random  # noqa: F401
 from thinwire.compressor import SparseCompressor
-from thinwire.kernels.cuda.dense import FusedDense
-from thinwire.kernels.cuda.fused import MOST_BOOKS, FusedTopK
-from thinwire.kernels.cuda.tables import (
-    COLUMNS,
-    PIECE,
+from thinwire.kernels.cuda.decode_parts import (
     PIECES,
     ROW_THREADS,
     TILES,
     decode_parts,
     piece_span,
 )
+from thinwire.kernels.cuda.dense import FusedDense
+from thinwire.kernels.cuda.fused import MOST_BOOKS, FusedTopK
+from thinwire.kernels.cuda.tables import COLUMNS, PIECE
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 SHAPES = {

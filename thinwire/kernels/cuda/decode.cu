@@ -165,7 +165,7 @@ static __device__ __forceinline__ bool decode_rows(
     return bad;
 }
 
-// Pieces of a row are as long as each other, but for the last; as in `piece_span` of tables.py.
+// Pieces of a row are as long as each other, but for the last; as in `piece_span` of decode_parts.py.
 static __device__ __forceinline__ int piece_span(int length, int most) {
     const int pieces = (length + most - 1) / most;
     return ((length + pieces - 1) / pieces + 3) / 4 * 4;

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.kernels.cuda.decode_parts import DECODE_THREADS, decode_parts
 from thinwire.kernels.cuda.dense import THREADS, cut_stretches, packed_bytes
 from thinwire.kernels.cuda.launch import Kernel, Site, Varying
 from thinwire.kernels.cuda.prepared import (
@@ -35,7 +36,7 @@ from thinwire.kernels.cuda.prepared import (
     USED,
     PreparedKernels,
 )
-from thinwire.kernels.cuda.tables import BINS, DECODE_THREADS, WARP, Tables, make_tables
+from thinwire.kernels.cuda.tables import BINS, WARP, Tables, make_tables
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Codec
 
@@ -113,7 +114,7 @@ class FusedTopK(PreparedKernels):
             assert gradient_dtype == torch.float32
             self.before = packed_bytes(beside)
             self._stretches = cut_stretches(beside)
-        self.tables: Tables = make_tables(group, codec, len(self._stretches))
+        self.tables: Tables = make_tables(group, codec)
         self._correction = correction
         self._rows_at = self.tables.all_rows.data_ptr()
         self._row_count = len(self.tables.all_rows)
@@ -170,13 +171,14 @@ class FusedTopK(PreparedKernels):
         return Site(kernel, copying + len(stretches), THREADS, [*args, self.world])
 
     def _decode_sites(self) -> Iterator[Site]:
-        t, slots = self.tables, len(self.codec.table.rows)
-        read = [GATHERED, BESIDE, OUT, t.all_rows, t.decode_parts, self._stretches, t.expected]
+        t, slots = self.tables, self.codec.table.rows
+        parts = decode_parts(slots, len(self._stretches)).to(self.group.device)
+        read = [GATHERED, BESIDE, OUT, t.all_rows, parts, self._stretches, t.expected]
         rows_beside = 1 if self.summed else self.world
-        known = [self.used, self._status, self._share, self.world, rows_beside, STRIDE, slots]
+        known = [self.used, self._status, self._share, self.world, rows_beside, STRIDE, len(slots)]
         kernel = self._kernel("decode.cu", "decode")
         args = [*read, *known, int(self.into_bucket)]
-        yield Site(kernel, len(t.decode_parts), DECODE_THREADS, args)
+        yield Site(kernel, len(parts), DECODE_THREADS, args)
 
     def _memory_site(
         self,
