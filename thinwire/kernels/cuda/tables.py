@@ -30,8 +30,6 @@ COLUMNS = 8
 """Strided rows that lie next to each other: 32 bytes, the unit in which memory is read."""
 MAX_COLUMN_WARPS = 4
 """Four columns of four warps fill a block; then two blocks share a unit."""
-SHORT_LENGTHS = (512, 2048)
-"""Rows up to these lengths are decoded by one warp each, in as much shared memory as the longest of their launch needs."""
 SHARED_WORDS = 8192
 """Shared memory of a tile, in words: its histograms, later one bit per element."""
 BINS = 1024
@@ -78,21 +76,13 @@ class ColumnLaunch:
 
 @dataclass(frozen=True, eq=False)
 class TileLaunch:
-    """Rows that are strided or long; `parts` are the tiles or pieces of them that one block takes."""
+    """Rows that are strided or long; `parts` are the tiles of them that one block takes."""
 
     fibres: int
     words: int
     """32-bit words that hold one bit per element of the longest row."""
     rows: Tensor
     parts: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class ShortLaunch:
-    """Contiguous rows that one warp each decodes."""
-
-    longest: int
-    rows: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +93,6 @@ class Tables:
     encode_columns: Sequence[ColumnLaunch]
     encode_tiles: Sequence[TileLaunch]
     encode_giants: GiantLaunch | None
-    decode_rows: Sequence[ShortLaunch]
-    decode_tiles: Sequence[TileLaunch]
     all_rows: Tensor
     template: Tensor
     """uint8: the payload's header without flags, then zeros."""
@@ -157,8 +145,6 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     by_columns: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}
     by_tile: dict[tuple[int, int], list[Tensor]] = {}
     giants: list[tuple[SlotRows, Tensor]] = []
-    short: dict[int, list[Tensor]] = {}
-    pieces: dict[int, list[tuple[Tensor, int]]] = {}
     cut_whole = any(rows.count == 1 and rows.length > WHOLE for rows in codec.table.rows)
     for rows, table in zip(codec.table.rows, described, strict=True):
         shape = block_shape(rows)
@@ -173,12 +159,6 @@ def make_tables(group: Group, codec: Codec) -> Tables:
             by_tile.setdefault((fibres, words_of(rows)), []).append(table)
         else:
             giants.append((rows, table))
-        if is_contiguous(rows) and rows.length <= SHORT_LENGTHS[-1]:
-            longest = next(longest for longest in SHORT_LENGTHS if rows.length <= longest)
-            short.setdefault(longest, []).append(table)
-        else:
-            fibres = 1 if is_contiguous(rows) else COLUMNS
-            pieces.setdefault(fibres, []).append((table, rows.length))
     header = codec.fixed_header()
     places = torch.tensor([rows.entries for rows in codec.table.rows], dtype=torch.int32)
     return Tables(
@@ -196,18 +176,6 @@ def make_tables(group: Group, codec: Codec) -> Tables:
             for (fibres, words), tables in by_tile.items()
         ],
         encode_giants=make_giants(giants, device) if giants else None,
-        decode_rows=[
-            ShortLaunch(longest, torch.cat(tables).to(device)) for longest, tables in short.items()
-        ],
-        decode_tiles=[
-            TileLaunch(
-                fibres,
-                0,
-                torch.cat([table for table, _ in tables]).to(device),
-                cut_pieces(tables, fibres).to(device),
-            )
-            for fibres, tables in pieces.items()
-        ],
         all_rows=torch.cat(described).to(device),
         template=blank_payload(codec).to(device),
         expected=torch.cat([header[:FIXED_WORDS], places]).to(device),
@@ -321,23 +289,3 @@ def tiles(tables: Sequence[Tensor], fibres: int) -> Tensor:
         parts.append(torch.stack([before + first, (len(table) - first).clamp(max=fibres).int()], 1))
         before += len(table)
     return torch.cat(parts).int()
-
-
-def cut_pieces(tables: Sequence[tuple[Tensor, int]], fibres: int) -> Tensor:
-    """int32 [pieces, 3]: (first row, rows, first element) of every block."""
-    heads = tiles([table for table, _ in tables], fibres)
-    parts, at = [], 0
-    for table, length in tables:
-        mine = heads[at : at + -(-len(table) // fibres)]
-        at += len(mine)
-        starts = torch.arange(0, length, PIECE // fibres, dtype=torch.int32)
-        parts.append(
-            torch.cat(
-                [
-                    mine.repeat_interleave(len(starts), 0),
-                    starts.repeat(len(mine))[:, None],
-                ],
-                1,
-            )
-        )
-    return torch.cat(parts)
