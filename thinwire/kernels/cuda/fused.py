@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.kernels.cuda.columns import COLLECT_THREADS, SEND_THREADS
 from thinwire.kernels.cuda.launch import Site, Varying
 from thinwire.kernels.cuda.prepared import (
     BUCKET,
@@ -129,17 +130,15 @@ class FusedTopK(PreparedKernels):
             )
 
     def _column_sites(self) -> Iterator[Site]:
-        for launch in self.tables.encode_columns:
-            yield self._memory_site(
-                "encode_columns.cu",
-                "encode_columns",
-                len(launch.rows) // launch.columns,
-                WARP * launch.warps * launch.columns,
-                [BUCKET, MEMORY, PAYLOAD, launch.rows, launch.guesses, RATIO],
-                launch.shared_bytes,
-                WARPS=launch.warps,
-                COLUMNS=launch.columns,
-            )
+        """The steps of encode_columns.cu."""
+        t = self.tables.encode_columns
+        if t is None:
+            return
+        collected = [BUCKET, MEMORY, PAYLOAD, t.fields, t.cuts, t.masks, RATIO]
+        sent = [MEMORY, PAYLOAD, t.rows, t.parts, t.masks, t.guesses, t.cuts, RATIO]
+        file = "encode_columns.cu"
+        yield self._memory_site(file, "columns_collect", len(t.fields), COLLECT_THREADS, collected)
+        yield self._memory_site(file, "columns_send", len(t.parts), SEND_THREADS, sent)
 
     def _tile_sites(self) -> Iterator[Site]:
         for tile in self.tables.encode_tiles:

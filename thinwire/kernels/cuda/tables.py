@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ExchangeError
+from thinwire.kernels.cuda.columns import BLOCK_LIST, ColumnLaunch, candidates_of, make_column_launch
 from thinwire.plan.groups import Group
 from thinwire.select.rows import SlotRows
 from thinwire.wire.codec import FIXED_WORDS, Codec
@@ -27,9 +28,7 @@ MAX_ELEMENTS = 40
 MOST_ELEMENTS = 64
 """The same for the longest rows, which have no more warps to spread over."""
 COLUMNS = 8
-"""Strided rows that lie next to each other: 32 bytes, the unit in which memory is read."""
-MAX_COLUMN_WARPS = 4
-"""Four columns of four warps fill a block; then two blocks share a unit."""
+"""Strided rows that lie next to each other and are decoded together: 32 bytes, the unit in which memory is read."""
 SHORT_LENGTHS = (512, 2048)
 """Rows up to these lengths are decoded by one warp each, in as much shared memory as the longest of their launch needs."""
 SHARED_WORDS = 8192
@@ -61,24 +60,6 @@ class RowLaunch:
     """int32 [blocks, 3]: struct Part of encode_rows.cu."""
     guesses: Tensor
     """int32 [rows]: where the search of each row starts; only speed depends on it."""
-
-
-@dataclass(frozen=True, eq=False)
-class ColumnLaunch:
-    """Strided rows that have as many warps each."""
-
-    warps: int
-    columns: int
-    """Neighbouring rows that a block takes together."""
-    longest: int
-    rows: Tensor
-    guesses: Tensor
-    """int32 [rows], as above."""
-
-    @property
-    def shared_bytes(self) -> int:
-        """COLUMN_PITCH of encode_columns.cu for every column."""
-        return 4 * self.columns * (-(-self.longest // WARP) * WARP + WARP // self.columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +107,7 @@ class Tables:
     """Everything the kernels need to know about one codec on one group."""
 
     encode_rows: Sequence[RowLaunch]
-    encode_columns: Sequence[ColumnLaunch]
+    encode_columns: ColumnLaunch | None
     encode_tiles: Sequence[TileLaunch]
     encode_giants: GiantLaunch | None
     decode_rows: Sequence[ShortLaunch]
@@ -151,25 +132,11 @@ def register_shape(length: int) -> tuple[int, int] | None:
     return None
 
 
-def block_shape(rows: SlotRows) -> tuple[int, int, int] | None:
-    """(warps, elements per lane, columns) of a row that is selected in registers, or in shared memory if strided; None if it does not fit."""
-    shape = register_shape(rows.length)
-    if shape is None or is_contiguous(rows):
-        return shape and (*shape, 1)
-    whole_blocks = bool(rows.sizes) and rows.strides[-1] == 1 and rows.sizes[-1] % COLUMNS == 0
-    if not whole_blocks or shape[0] > MAX_COLUMN_WARPS:
-        return None
-    return (*shape, COLUMNS if shape[0] < MAX_COLUMN_WARPS else COLUMNS // 2)
-
-
-def tile_fibres(rows: SlotRows) -> int | None:
-    """How many neighbouring rows one block takes; None if not even one fits, or if it would keep one block too long."""
-    fibres = 1 if is_contiguous(rows) else COLUMNS
-    if rows.count * rows.length >= GIANT and rows.count < FEW_ROWS:
-        return None
-    while fibres and fibres * max(BINS, words_of(rows)) > SHARED_WORDS:
-        fibres //= 2
-    return fibres or None
+def is_in_chunks(rows: SlotRows) -> bool:
+    """Whether a block would be kept too long by one of these rows: there are few, or they do not fit its shared memory."""
+    few = rows.count * rows.length >= GIANT and rows.count < FEW_ROWS
+    long = few or words_of(rows) > SHARED_WORDS
+    return long and (is_contiguous(rows) or candidates_of(rows) > BLOCK_LIST)
 
 
 def words_of(rows: SlotRows) -> int:
@@ -180,22 +147,21 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     device = group.device
     described = describe_rows(group, codec)
     by_team: dict[tuple[int, int], dict[tuple[int, int], list[Tensor]]] = {}
-    by_columns: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}
-    by_tile: dict[tuple[int, int], list[Tensor]] = {}
+    columns: list[tuple[SlotRows, Tensor]] = []
+    by_tile: dict[int, list[Tensor]] = {}
     giants: list[tuple[SlotRows, Tensor]] = []
     short: dict[int, list[Tensor]] = {}
     pieces: dict[int, list[tuple[Tensor, int]]] = {}
     for rows, table in zip(codec.table.rows, described, strict=True):
-        shape = block_shape(rows)
-        if shape is not None and shape[2] == 1:
-            shapes = by_team.setdefault(launch_of(*shape[:2]), {})
-            shapes.setdefault(shape[:2], []).append(table)
-        elif shape is not None:
-            by_columns.setdefault((shape[0], shape[2]), []).append((table, rows.length))
-        elif (fibres := tile_fibres(rows)) is not None:
-            by_tile.setdefault((fibres, words_of(rows)), []).append(table)
-        else:
+        shape = register_shape(rows.length) if is_contiguous(rows) else None
+        if shape is not None:
+            by_team.setdefault(launch_of(*shape), {}).setdefault(shape, []).append(table)
+        elif is_in_chunks(rows):
             giants.append((rows, table))
+        elif is_contiguous(rows):
+            by_tile.setdefault(words_of(rows), []).append(table)
+        else:
+            columns.append((rows, table))
         if is_contiguous(rows) and rows.length <= SHORT_LENGTHS[-1]:
             longest = next(longest for longest in SHORT_LENGTHS if rows.length <= longest)
             short.setdefault(longest, []).append(table)
@@ -208,15 +174,12 @@ def make_tables(group: Group, codec: Codec) -> Tables:
         encode_rows=[
             make_row_launch(team, shapes, device) for (team, _), shapes in by_team.items()
         ],
-        encode_columns=[
-            make_column_launch(warps, columns, mine, device)
-            for (warps, columns), mine in by_columns.items()
-        ],
+        encode_columns=make_column_launch(columns, device) if columns else None,
         encode_tiles=[
             TileLaunch(
-                fibres, words, torch.cat(tables).to(device), tiles(tables, fibres).to(device)
+                1, words, torch.cat(tables).to(device), tiles(tables, 1).to(device)
             )
-            for (fibres, words), tables in by_tile.items()
+            for words, tables in by_tile.items()
         ],
         encode_giants=make_giants(giants, device) if giants else None,
         decode_rows=[
@@ -282,16 +245,6 @@ def make_row_launch(
         torch.cat(parts).to(device),
         no_guesses(tables, device),
     )
-
-
-def make_column_launch(
-    warps: int, columns: int, slots: Sequence[tuple[Tensor, int]], device: torch.device
-) -> ColumnLaunch:
-    """`slots` are their rows and the length of these."""
-    tables = [table for table, _ in slots]
-    longest = max(length for _, length in slots)
-    rows = torch.cat(tables).to(device)
-    return ColumnLaunch(warps, columns, longest, rows, no_guesses(tables, device))
 
 
 def no_guesses(tables: Sequence[Tensor], device: torch.device) -> Tensor:
