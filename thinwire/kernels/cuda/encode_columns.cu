@@ -17,6 +17,8 @@
 #define GROUP 8
 #define COLLECT_THREADS 128
 #define SEND_THREADS (32 * GROUP)
+// Forty warps on a multiprocessor, which wait for memory three times in a row.
+#define SENDING_AT_ONCE 5
 #define WORD_ROWS 32
 // Elements of a column under way at once; with momentum each is three loads.
 #define ROWS_AT_ONCE (MOMENTUM ? BATCH / 2 : BATCH)
@@ -63,10 +65,12 @@ static __device__ __forceinline__ void read(const T* from, T (&x)[WIDTH]) {
     }
 }
 
+// Said outright, because the compiler makes four stores of an assignment.
 template <int WIDTH, class T>
 static __device__ __forceinline__ void write(T* to, const T (&x)[WIDTH]) {
+    typedef typename FourOf<T>::type Four;
     if constexpr (WIDTH == 4)
-        *reinterpret_cast<typename FourOf<T>::type*>(to) = {x[0], x[1], x[2], x[3]};
+        __stcg(reinterpret_cast<Four*>(to), Four{x[0], x[1], x[2], x[3]});
     else
         *to = x[0];
 }
@@ -84,14 +88,9 @@ static __device__ __forceinline__ void collect(
     const int last = min(WORD_ROWS, field.length - word * WORD_ROWS) - 1, end = wanted == item ? last : -1;
     const Gradient* gradient = bucket + field.gradient + place;
     float* held = memory + field.memory + place;
-    float cut[WIDTH];
-    u32 reaching[WIDTH];
-#pragma unroll
-    for (int w = 0; w < WIDTH; ++w) cut[w] = cuts[field.first + column + w] * scale, reaching[w] = 0;
-    bool had = false, bad = false;
-    for (int start = 0; start <= last; start += ROWS_AT_ONCE) {
-        Gradient fresh[ROWS_AT_ONCE][WIDTH];
-        float c[ROWS_AT_ONCE][WIDTH], speed[ROWS_AT_ONCE][WIDTH];
+    Gradient fresh[ROWS_AT_ONCE][WIDTH];
+    float c[ROWS_AT_ONCE][WIDTH], speed[ROWS_AT_ONCE][WIDTH];
+    const auto load = [&](int start) {
 #pragma unroll
         for (int i = 0; i < ROWS_AT_ONCE; ++i) {
             // No branch, so that all loads leave together.
@@ -100,6 +99,14 @@ static __device__ __forceinline__ void collect(
             read<false>(held + at, c[i]);
             correction.get_some(field.memory + place + at, speed[i]);
         }
+    };
+    load(0);
+    float cut[WIDTH];
+    u32 reaching[WIDTH];
+#pragma unroll
+    for (int w = 0; w < WIDTH; ++w) cut[w] = cuts[field.first + column + w] * scale, reaching[w] = 0;
+    bool had = false, bad = false;
+    for (int start = 0;;) {
 #pragma unroll
         for (int i = 0; i < ROWS_AT_ONCE; ++i) {
 #pragma unroll
@@ -113,6 +120,9 @@ static __device__ __forceinline__ void collect(
                 correction.put_some(field.memory + place + at, speed[i]);
             }
         }
+        start += ROWS_AT_ONCE;
+        if (start > last) break;
+        load(start);
     }
     if (end >= 0) write(masks + field.masks + ((i64)(column / GROUP) * words + word) * GROUP + column % GROUP, reaching);
     if (had) raise(had_word(payload, field.slot));
@@ -330,7 +340,7 @@ static __device__ __forceinline__ bool send_column(
     return true;
 }
 
-extern "C" __global__ __launch_bounds__(SEND_THREADS) void columns_send(
+extern "C" __global__ __launch_bounds__(SEND_THREADS, SENDING_AT_ONCE) void columns_send(
     float* memory, u8* payload, const Row* rows, const Part* parts, const u32* masks, int* guesses, float* cuts,
     const float* ratio MOMENTUM_PARAMETERS) {
     __shared__ int list[2 * BLOCK_LIST], words[2 * GROUP], left[GROUP];
