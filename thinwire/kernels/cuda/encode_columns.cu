@@ -20,8 +20,8 @@
 // Forty warps on a multiprocessor, which wait for memory three times in a row.
 #define SENDING_AT_ONCE 5
 #define WORD_ROWS 32
-// Elements of a column under way at once; with momentum each is three loads.
-#define ROWS_AT_ONCE (MOMENTUM ? BATCH / 2 : BATCH)
+// Elements of a column under way at once; with momentum each is three loads, and one column has a quarter of four.
+#define ROWS_AT_ONCE(width) ((MOMENTUM ? BATCH / 2 : BATCH) * ((width) == 1 ? 2 : 1))
 // Candidates that a warp lists, and that a block does.
 #define WARP_LIST 512
 #define BLOCK_LIST (GROUP * WARP_LIST)
@@ -79,6 +79,7 @@ template <int WIDTH>
 static __device__ __forceinline__ void collect(
     const Gradient* bucket, float* memory, u8* payload, const Field& field, const float* cuts, u32* masks, float scale,
     const Momentum& correction) {
+    constexpr int ROWS = ROWS_AT_ONCE(WIDTH);
     const int across = field.columns / WIDTH, words = (field.length + WORD_ROWS - 1) / WORD_ROWS;
     const int wanted = field.start + (int)threadIdx.x, item = min(wanted, across * words - 1);
     const int column = item % across * WIDTH, word = item / across;
@@ -88,11 +89,11 @@ static __device__ __forceinline__ void collect(
     const int last = min(WORD_ROWS, field.length - word * WORD_ROWS) - 1, end = wanted == item ? last : -1;
     const Gradient* gradient = bucket + field.gradient + place;
     float* held = memory + field.memory + place;
-    Gradient fresh[ROWS_AT_ONCE][WIDTH];
-    float c[ROWS_AT_ONCE][WIDTH], speed[ROWS_AT_ONCE][WIDTH];
+    Gradient fresh[ROWS][WIDTH];
+    float c[ROWS][WIDTH], speed[ROWS][WIDTH];
     const auto load = [&](int start) {
 #pragma unroll
-        for (int i = 0; i < ROWS_AT_ONCE; ++i) {
+        for (int i = 0; i < ROWS; ++i) {
             // No branch, so that all loads leave together.
             const i64 at = (i64)min(start + i, last) * field.stride;
             read<true>(gradient + at, fresh[i]);
@@ -108,7 +109,7 @@ static __device__ __forceinline__ void collect(
     bool had = false, bad = false;
     for (int start = 0;;) {
 #pragma unroll
-        for (int i = 0; i < ROWS_AT_ONCE; ++i) {
+        for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
             for (int w = 0; w < WIDTH; ++w) {
                 c[i][w] = correction.compensate(fresh[i][w], c[i][w], scale, speed[i][w], had, bad);
@@ -120,7 +121,7 @@ static __device__ __forceinline__ void collect(
                 correction.put_some(field.memory + place + at, speed[i]);
             }
         }
-        start += ROWS_AT_ONCE;
+        start += ROWS;
         if (start > last) break;
         load(start);
     }
@@ -151,14 +152,6 @@ struct Part {
     i64 masks;    // the first column's first word
 };
 
-template <int WARPS>
-static __device__ __forceinline__ void meet() {
-    if constexpr (WARPS == 1)
-        __syncwarp();
-    else
-        __syncthreads();
-}
-
 // Some elements of a column, ascending: all, or those at `places`.
 struct Elements {
     const float* values;
@@ -173,7 +166,7 @@ struct Elements {
 // How many bits of a column are set; unless these are too few or too many, `places` gets their numbers.
 template <int WARPS>
 static __device__ __forceinline__ int list_candidates(
-    const u32* words, int count, int keep, int room, RowTeam<WARPS, true>& team, int* places) {
+    const u32* words, int count, int keep, int room, RowTeam<WARPS>& team, int* places) {
     const int lane = threadIdx.x & 31, part = (count + 32 * WARPS - 1) / (32 * WARPS) * 32;
     const int begin = team.warp * part, end = min(begin + part, count);
     int mine = 0;
@@ -196,14 +189,15 @@ static __device__ __forceinline__ int list_candidates(
         for (; rest; rest &= rest - 1) places[place++] = word * WORD_ROWS + __ffs(rest) - 1;
         next += __shfl_sync(EVERY_LANE, upto, 31);
     }
-    meet<WARPS>();
+    team.meet();
     return listed;
 }
 
 // Elements of a column come nearer.
 template <int WARPS>
-static __device__ __forceinline__ void fetch(const float* held, int stride, const int* places, int count, float* values) {
-    const int threads = 32 * WARPS, member = threadIdx.x % threads;
+static __device__ __forceinline__ void fetch(
+    const float* held, int stride, const int* places, int count, const RowTeam<WARPS>& team, float* values) {
+    const int threads = 32 * WARPS, member = 32 * team.warp + (threadIdx.x & 31);
     for (int start = member; start < count; start += BATCH * threads) {
         float some[BATCH];
 #pragma unroll
@@ -215,13 +209,13 @@ static __device__ __forceinline__ void fetch(const float* held, int stride, cons
         for (int i = 0; i < BATCH; ++i)
             if (start + i * threads < count) values[start + i * threads] = some[i];
     }
-    meet<WARPS>();
+    team.meet();
 }
 
 // Choose from the elements that may be wanted; returns the pattern found.
 template <int WARPS>
 static __device__ __forceinline__ int send_elements(
-    const Elements& from, const Row& row, int guess, RowTeam<WARPS, true>& team, float* held, u8* payload,
+    const Elements& from, const Row& row, int guess, RowTeam<WARPS>& team, float* held, u8* payload,
     const Momentum& correction, bool& bad) {
     const int lane = threadIdx.x & 31;
     // Warp w owns the w-th part, so that order is settled inside a warp and by one prefix over the warps.
@@ -305,9 +299,9 @@ struct Columns {
 
 // One column by the warps of a team; false if its candidates are too few, or do not fit `room` places. WHOLE: then all its
 // elements are looked at.
-template <int WARPS, bool WHOLE>
+template <bool WHOLE, int WARPS>
 static __device__ __forceinline__ bool send_column(
-    const Columns& columns, int number, const u32* words, int count, RowTeam<WARPS, true>& team, int* list,
+    const Columns& columns, int number, const u32* words, int count, RowTeam<WARPS>& team, int* list,
     const Momentum& correction, bool& bad) {
     const int room = WARPS * WARP_LIST;
     const Row row = columns.rows[number];
@@ -317,20 +311,20 @@ static __device__ __forceinline__ bool send_column(
     float* values = reinterpret_cast<float*>(list);
     int* places = list + room;
     const float cut = columns.cuts[number] * columns.scale;
-    int listed = list_candidates<WARPS>(words, count, row.keep, room, team, places);
+    int listed = list_candidates(words, count, row.keep, room, team, places);
     Elements from = {values, 1, places, listed};
     if (listed < row.keep || listed > room) {
         if (!WHOLE) return false;
         listed = 0;
         from = {held, row.stride, nullptr, row.length};
         if (row.length <= 2 * room) {
-            fetch<WARPS>(held, row.stride, nullptr, row.length, values);
+            fetch(held, row.stride, nullptr, row.length, team, values);
             from.values = values, from.step = 1;
         }
     } else {
-        fetch<WARPS>(held, row.stride, places, listed, values);
+        fetch(held, row.stride, places, listed, team, values);
     }
-    const int pattern = send_elements<WARPS>(from, row, guess, team, held, columns.payload, correction, bad);
+    const int pattern = send_elements(from, row, guess, team, held, columns.payload, correction, bad);
     if (team.warp == 0 && (threadIdx.x & 31) == 0) {
         // A search that had all it was given as an answer has not looked for a pattern.
         const float threshold = listed ? fmaxf(__int_as_float(pattern), cut) : __int_as_float(pattern);
@@ -350,16 +344,16 @@ extern "C" __global__ __launch_bounds__(SEND_THREADS, SENDING_AT_ONCE) void colu
     const Momentum correction = MOMENTUM_OF_GROUP;
     bool bad = false, done = false;
     if (part.columns > 1 && warp < part.columns) {
-        RowTeam<1, true> alone = {words, 0, 0, 0};
-        done = send_column<1, false>(
+        RowTeam<1> alone = {words, 0, 0};
+        done = send_column<false>(
             columns, part.first + warp, masks + part.masks + warp, part.words, alone, list + 2 * WARP_LIST * warp, correction, bad);
     }
     if ((threadIdx.x & 31) == 0) left[warp] = !done;
     __syncthreads();
-    RowTeam<GROUP, true> together = {words, 0, warp, 0};
+    RowTeam<GROUP> together = {words, 0, warp};
     for (int c = 0; c < part.columns; ++c) {
         if (!left[c]) continue;
-        send_column<GROUP, true>(
+        send_column<true>(
             columns, part.first + c, masks + part.masks + c, part.words, together, list, correction, bad);
         __syncthreads();
     }

@@ -4,7 +4,7 @@
 //  1. count      c = residual + gradient, or as momentum.cuh says, to memory; a histogram of the leading bits in every chunk.
 //  2. bound      The bin of the keep-th magnitude, and where each chunk's candidates (that bin and above) begin in a list.
 //  3. collect    The candidates, in order. About as many as are wanted, so that nothing after this reads the whole row.
-//  4. search     The exact pattern of the keep-th magnitude among the candidates, bin by bin as in encode_tiles.
+//  4. search     The exact pattern of the keep-th magnitude among the candidates, bin by bin.
 //  5. tally      Per chunk: how many exceed it, how many equal it.
 //  6. place      Where each chunk's entries go in the payload, and how many ties it may send.
 //  7. send       The entries, in order.

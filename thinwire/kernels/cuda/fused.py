@@ -36,7 +36,6 @@ from thinwire.kernels.cuda.tables import BINS, WARP, Tables, make_tables
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Codec
 
-TILE_THREADS = 1024
 PIECE_THREADS = 256
 COUNT_THREADS = 512
 HEADER_THREADS = 256
@@ -94,7 +93,6 @@ class FusedTopK(PreparedKernels):
     def _encode_sites(self) -> Iterator[Site]:
         yield from self._row_sites()
         yield from self._column_sites()
-        yield from self._tile_sites()
         yield from self._giant_sites()
 
     def _decode_sites(self) -> Iterator[Site]:
@@ -139,18 +137,6 @@ class FusedTopK(PreparedKernels):
         file = "encode_columns.cu"
         yield self._memory_site(file, "columns_collect", len(t.fields), COLLECT_THREADS, collected)
         yield self._memory_site(file, "columns_send", len(t.parts), SEND_THREADS, sent)
-
-    def _tile_sites(self) -> Iterator[Site]:
-        for tile in self.tables.encode_tiles:
-            yield self._memory_site(
-                "encode_tiles.cu",
-                "encode_tiles",
-                len(tile.parts),
-                TILE_THREADS,
-                [BUCKET, MEMORY, PAYLOAD, tile.rows, tile.parts, RATIO, tile.words],
-                4 * tile.fibres * max(BINS, tile.words),
-                FIBRES=tile.fibres,
-            )
 
     def _giant_sites(self) -> Iterator[Site]:
         """The steps of encode_giants.cu."""

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ExchangeError
-from thinwire.kernels.cuda.columns import BLOCK_LIST, ColumnLaunch, candidates_of, make_column_launch
+from thinwire.kernels.cuda.columns import (
+    BLOCK_LIST,
+    ColumnLaunch,
+    candidates_of,
+    make_column_launch,
+)
 from thinwire.plan.groups import Group
 from thinwire.select.rows import SlotRows
 from thinwire.wire.codec import FIXED_WORDS, Codec
@@ -31,15 +36,13 @@ COLUMNS = 8
 """Strided rows that lie next to each other and are decoded together: 32 bytes, the unit in which memory is read."""
 SHORT_LENGTHS = (512, 2048)
 """Rows up to these lengths are decoded by one warp each, in as much shared memory as the longest of their launch needs."""
-SHARED_WORDS = 8192
-"""Shared memory of a tile, in words: its histograms, later one bit per element."""
 BINS = 1024
 PIECE = 8192
 CHUNK = 16384
 """Elements of a giant row that one block counts."""
 GIANT = 1 << 18
 FEW_ROWS = 64
-"""A slot of that many elements in fewer rows than a GPU has processors is cut into chunks."""
+"""Strided rows of a slot of that many elements, if these are fewer than a GPU has processors, may be cut into chunks."""
 COLD_SHIFT = 21
 """Bits per bin before anything is known: all exponents in 1024 bins."""
 CANDIDATES_PER_ENTRY = 3
@@ -64,11 +67,9 @@ class RowLaunch:
 
 @dataclass(frozen=True, eq=False)
 class TileLaunch:
-    """Rows that are strided or long; `parts` are the tiles or pieces of them that one block takes."""
+    """Rows that are strided or long; `parts` are the pieces of them that one block decodes."""
 
     fibres: int
-    words: int
-    """32-bit words that hold one bit per element of the longest row."""
     rows: Tensor
     parts: Tensor
 
@@ -108,7 +109,6 @@ class Tables:
 
     encode_rows: Sequence[RowLaunch]
     encode_columns: ColumnLaunch | None
-    encode_tiles: Sequence[TileLaunch]
     encode_giants: GiantLaunch | None
     decode_rows: Sequence[ShortLaunch]
     decode_tiles: Sequence[TileLaunch]
@@ -132,15 +132,12 @@ def register_shape(length: int) -> tuple[int, int] | None:
     return None
 
 
-def is_in_chunks(rows: SlotRows) -> bool:
-    """Whether a block would be kept too long by one of these rows: there are few, or they do not fit its shared memory."""
+def is_giant(rows: SlotRows) -> bool:
+    """Whether many blocks share a row: it fits the registers of none, or has few others beside it and more candidates than a block lists."""
+    if is_contiguous(rows):
+        return register_shape(rows.length) is None
     few = rows.count * rows.length >= GIANT and rows.count < FEW_ROWS
-    long = few or words_of(rows) > SHARED_WORDS
-    return long and (is_contiguous(rows) or candidates_of(rows) > BLOCK_LIST)
-
-
-def words_of(rows: SlotRows) -> int:
-    return -(-rows.length // 32)
+    return few and candidates_of(rows) > BLOCK_LIST
 
 
 def make_tables(group: Group, codec: Codec) -> Tables:
@@ -148,18 +145,16 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     described = describe_rows(group, codec)
     by_team: dict[tuple[int, int], dict[tuple[int, int], list[Tensor]]] = {}
     columns: list[tuple[SlotRows, Tensor]] = []
-    by_tile: dict[int, list[Tensor]] = {}
     giants: list[tuple[SlotRows, Tensor]] = []
     short: dict[int, list[Tensor]] = {}
     pieces: dict[int, list[tuple[Tensor, int]]] = {}
     for rows, table in zip(codec.table.rows, described, strict=True):
-        shape = register_shape(rows.length) if is_contiguous(rows) else None
-        if shape is not None:
-            by_team.setdefault(launch_of(*shape), {}).setdefault(shape, []).append(table)
-        elif is_in_chunks(rows):
+        if is_giant(rows):
             giants.append((rows, table))
         elif is_contiguous(rows):
-            by_tile.setdefault(words_of(rows), []).append(table)
+            shape = register_shape(rows.length)
+            assert shape is not None
+            by_team.setdefault(launch_of(*shape), {}).setdefault(shape, []).append(table)
         else:
             columns.append((rows, table))
         if is_contiguous(rows) and rows.length <= SHORT_LENGTHS[-1]:
@@ -175,12 +170,6 @@ def make_tables(group: Group, codec: Codec) -> Tables:
             make_row_launch(team, shapes, device) for (team, _), shapes in by_team.items()
         ],
         encode_columns=make_column_launch(columns, device) if columns else None,
-        encode_tiles=[
-            TileLaunch(
-                1, words, torch.cat(tables).to(device), tiles(tables, 1).to(device)
-            )
-            for words, tables in by_tile.items()
-        ],
         encode_giants=make_giants(giants, device) if giants else None,
         decode_rows=[
             ShortLaunch(longest, torch.cat(tables).to(device)) for longest, tables in short.items()
@@ -188,7 +177,6 @@ def make_tables(group: Group, codec: Codec) -> Tables:
         decode_tiles=[
             TileLaunch(
                 fibres,
-                0,
                 torch.cat([table for table, _ in tables]).to(device),
                 cut_pieces(tables, fibres).to(device),
             )
