@@ -29,6 +29,7 @@
 #define AIM(keep) (2.5f * (float)(keep) + 16.0f)
 // The count grows by this power as a cut falls, until a step has shown it: normal numbers at a density of 1 %.
 #define USUAL_POWER 7.0f
+#define MOST_GROWN 1.1f
 
 // -- 1 ----------------------------------------------------------------------------------------------------------------
 
@@ -275,16 +276,17 @@ static __device__ __forceinline__ int send_elements(
     return pattern;
 }
 
-// The cut above which there will be about as many as aimed at, if little changes: by the power with which the count grew
-// from the threshold down to the last cut.
-static __device__ __forceinline__ float next_cut(const Row& row, float threshold, float cut, int listed) {
+// The cut that about as many as aimed at will reach, by the power with which the count grew from the threshold down to the
+// last cut. What has grown since the threshold `before` may go on: half of that is taken for granted, if it is not much.
+static __device__ __forceinline__ float next_cut(const Row& row, float threshold, float before, float cut, int listed) {
     const float aim = AIM(row.keep);
     if (aim >= (float)row.length) return 0.0f;
     float power = USUAL_POWER;
     if (listed > row.keep && cut > 0.0f && cut < threshold)
         power = logf((float)listed / (float)row.keep) / logf(threshold / cut);
     power = fminf(fmaxf(power, 2.0f), 20.0f);
-    return threshold * expf(-logf(aim / (float)row.keep) / power);
+    const float grown = sqrtf(fminf(fmaxf(threshold / before, 1.0f), MOST_GROWN));
+    return threshold * grown * expf(-logf(aim / (float)row.keep) / power);
 }
 
 // What columns_send knows of all columns.
@@ -329,7 +331,7 @@ static __device__ __forceinline__ bool send_column(
         // A search that had all it was given as an answer has not looked for a pattern.
         const float threshold = listed ? fmaxf(__int_as_float(pattern), cut) : __int_as_float(pattern);
         columns.guesses[number] = __float_as_int(threshold);
-        columns.cuts[number] = next_cut(row, threshold, cut, listed);
+        columns.cuts[number] = next_cut(row, threshold, __int_as_float(guess), cut, listed);
     }
     return true;
 }
