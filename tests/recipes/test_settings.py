@@ -108,10 +108,7 @@ def test_none_in_a_file_takes_away_what_the_task_has() -> None:
         ("[method]\nname = 'dgc'\nmemory = { maskin = true }", r"memory.maskin is no setting of"),
         ("[method]\nexchange = { kind = 'Pigeon' }", "exchange.kind is 'Pigeon'; it must be"),
         ("[method]\ndensity_warmup = 0.5", "density_warmup is 0.5; it must be a list"),
-        (
-            "[method]\ndense_epochs = 0",
-            "dense_epochs is 0; it must be a whole number of at least 1",
-        ),
+        ("[method]\ndense_epochs = 0", "dense_epochs is 0; it must be a whole number of at least 1"),
         ("[method]\nname = 'dense'\ndense_epochs = 1", "dense_epochs is 1, but dense has no such"),
         ("[methods.topk]\nrank = 2", "rank is 2, but topk has no such setting"),
         ("[run]\ngraph = true", "graph is True, which goes only with simulate_workers"),
