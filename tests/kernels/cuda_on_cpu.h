@@ -21,6 +21,7 @@ static inline int min(int a, int b) { return a < b ? a : b; }
 
 struct float4 { float x, y, z, w; };
 struct ushort4 { unsigned short x, y, z, w; };
+struct uint4 { unsigned x, y, z, w; };
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct Dim { unsigned x, y, z; };
 static Dim threadIdx, blockIdx, blockDim, gridDim;
@@ -34,6 +35,8 @@ static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
+template <class T> static inline T __ldcs(const T* from) { return *from; }
+template <class T> static inline void __stcg(T* to, T x) { *to = x; }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 static inline unsigned atomicAdd(unsigned* at, unsigned x) { unsigned old = *at; *at += x; return old; }

@@ -27,10 +27,6 @@ def rows(*shapes: tuple[int, int]) -> dict[str, int]:
     return {"TEAM": team, "SHAPES": sum(1 << shape_bit(*shape) for shape in shapes)}
 
 
-def columns(warps: int, count: int) -> dict[str, int]:
-    return {"WARPS": warps, "COLUMNS": count}
-
-
 ROWS = {
     "rows of 1024": {**PLAIN, **rows((1, 32))},
     "rows of 1024 and 4096": {**PLAIN, **rows((1, 32), (4, 32))},
@@ -41,14 +37,12 @@ ROWS = {
     "rows of 32768": {**PLAIN, **rows((16, 64))},
 }
 COLUMNS = {
-    "columns of 5120, momentum": {**MOMENTUM, **columns(4, 4)},
-    "columns of 1280": {**PLAIN, **columns(1, 8)},
-    "columns of 1280, Nesterov": {**NESTEROV, **columns(1, 8)},
-    "columns of 5120": {**PLAIN, **columns(4, 4)},
+    "columns": PLAIN,
+    "columns, momentum": MOMENTUM,
+    "columns, Nesterov": NESTEROV,
+    "columns, packed": NARROW,
 }
 OTHERS = {
-    "tiles": ("encode_tiles.cu", {**PLAIN, "FIBRES": 8}),
-    "tiles, momentum": ("encode_tiles.cu", {**MOMENTUM, "FIBRES": 1}),
     "giants": ("encode_giants.cu", PLAIN),
     "giants, momentum": ("encode_giants.cu", MOMENTUM),
     "giants, Nesterov": ("encode_giants.cu", NESTEROV),

@@ -134,7 +134,7 @@ static __device__ __forceinline__ void encode_part(
     constexpr int QUADS = ELEMENTS / 4;
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     __shared__ int words[2 * WARPS];
-    RowTeam<WARPS, true> team = {words, 0, WARPS > 1 ? warp : 0, 0};
+    RowTeam<WARPS> team = {words, 0, WARPS > 1 ? warp : 0};
     const int local = WARPS > 1 ? 0 : warp, number = part.first + local;
     if (local >= part.rows) return;
     const Row row = rows[number];

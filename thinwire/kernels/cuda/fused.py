@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.kernels.cuda.columns import COLLECT_THREADS, SEND_THREADS
 from thinwire.kernels.cuda.decode_parts import DECODE_THREADS, decode_parts
 from thinwire.kernels.cuda.dense import THREADS, cut_stretches, packed_bytes
 from thinwire.kernels.cuda.launch import Kernel, Site, Varying
@@ -40,7 +41,6 @@ from thinwire.kernels.cuda.tables import BINS, WARP, Tables, make_tables
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Codec
 
-TILE_THREADS = 1024
 CHUNK_THREADS = 256
 QUAD = 16
 """Bytes of a payload that one thread clears."""
@@ -159,7 +159,6 @@ class FusedTopK(PreparedKernels):
         yield self._opening_site()
         yield from self._row_sites()
         yield from self._column_sites()
-        yield from self._tile_sites()
         yield from self._giant_sites()
 
     def _opening_site(self) -> Site:
@@ -209,29 +208,15 @@ class FusedTopK(PreparedKernels):
             )
 
     def _column_sites(self) -> Iterator[Site]:
-        for launch in self.tables.encode_columns:
-            yield self._memory_site(
-                "encode_columns.cu",
-                "encode_columns",
-                len(launch.rows) // launch.columns,
-                WARP * launch.warps * launch.columns,
-                [BUCKET, MEMORY, PAYLOAD, launch.rows, launch.guesses, RATIO],
-                launch.shared_bytes,
-                WARPS=launch.warps,
-                COLUMNS=launch.columns,
-            )
-
-    def _tile_sites(self) -> Iterator[Site]:
-        for tile in self.tables.encode_tiles:
-            yield self._memory_site(
-                "encode_tiles.cu",
-                "encode_tiles",
-                len(tile.parts),
-                TILE_THREADS,
-                [BUCKET, MEMORY, PAYLOAD, tile.rows, tile.parts, RATIO, tile.words],
-                4 * tile.fibres * max(BINS, tile.words),
-                FIBRES=tile.fibres,
-            )
+        """The steps of encode_columns.cu."""
+        t = self.tables.encode_columns
+        if t is None:
+            return
+        collected = [BUCKET, MEMORY, PAYLOAD, t.fields, t.cuts, t.masks, RATIO]
+        sent = [MEMORY, PAYLOAD, t.rows, t.parts, t.masks, t.guesses, t.cuts, RATIO]
+        file = "encode_columns.cu"
+        yield self._memory_site(file, "columns_collect", len(t.fields), COLLECT_THREADS, collected)
+        yield self._memory_site(file, "columns_send", len(t.parts), SEND_THREADS, sent)
 
     def _giant_sites(self) -> Iterator[Site]:
         """The steps that encode_giants.cu names."""

@@ -58,6 +58,25 @@ struct Momentum {
 #endif
     }
 
+    // One or four neighbours.
+    template <int WIDTH>
+    __device__ __forceinline__ void get_some(i64 at, float (&x)[WIDTH]) const {
+        if constexpr (WIDTH == 4) {
+            const float4 four = get_quad(at);
+            x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+        } else {
+            x[0] = get(at);
+        }
+    }
+
+    template <int WIDTH>
+    __device__ __forceinline__ void put_some(i64 at, const float (&x)[WIDTH]) const {
+        if constexpr (WIDTH == 4)
+            put_quad(at, make_float4(x[0], x[1], x[2], x[3]));
+        else
+            put(at, x[0]);
+    }
+
     // One element: `last` is u and becomes the new one; returns the new v.
     __device__ __forceinline__ float compensate(Gradient raw, float held, float scale, float& last, bool& had, bool& bad) const {
 #if MOMENTUM

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.kernels.cuda.columns import (
+    BLOCK_LIST,
+    ColumnLaunch,
+    candidates_of,
+    make_column_launch,
+)
 from thinwire.kernels.cuda.giants import GiantLaunch, make_giants
 from thinwire.plan.groups import Group
 from thinwire.select.rows import SlotRows
@@ -27,18 +33,14 @@ MAX_ELEMENTS = 40
 MOST_ELEMENTS = 64
 """The same for the longest rows, which have no more warps to spread over."""
 COLUMNS = 8
-"""Strided rows that lie next to each other: 32 bytes, the unit in which memory is read."""
-MAX_COLUMN_WARPS = 4
-"""Four columns of four warps fill a block; then two blocks share a unit."""
-SHARED_WORDS = 8192
-"""Shared memory of a tile, in words: its histograms, later one bit per element."""
+"""Strided rows that lie next to each other and are decoded together: 32 bytes, the unit in which memory is read."""
 BINS = 1024
 PIECE = 8192
 WHOLE = 5120
 """A whole tensor of more elements is cut into chunks: many blocks share it. Then all whole tensors are: they share its launches."""
 GIANT = 1 << 18
 FEW_ROWS = 64
-"""A slot of that many elements in fewer rows than a GPU has processors is cut into chunks."""
+"""Strided rows of a slot of that many elements, if these are fewer than a GPU has processors, may be cut into chunks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,41 +59,11 @@ class RowLaunch:
 
 
 @dataclass(frozen=True, eq=False)
-class ColumnLaunch:
-    """Strided rows that have as many warps each."""
-
-    warps: int
-    columns: int
-    """Neighbouring rows that a block takes together."""
-    longest: int
-    rows: Tensor
-    guesses: Tensor
-    """int32 [rows], as above."""
-
-    @property
-    def shared_bytes(self) -> int:
-        """COLUMN_PITCH of encode_columns.cu for every column."""
-        return 4 * self.columns * (-(-self.longest // WARP) * WARP + WARP // self.columns)
-
-
-@dataclass(frozen=True, eq=False)
-class TileLaunch:
-    """Rows that are strided or long; `parts` are the tiles of them that one block takes."""
-
-    fibres: int
-    words: int
-    """32-bit words that hold one bit per element of the longest row."""
-    rows: Tensor
-    parts: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Tables:
     """Everything the kernels need to know about one codec on one group."""
 
     encode_rows: Sequence[RowLaunch]
-    encode_columns: Sequence[ColumnLaunch]
-    encode_tiles: Sequence[TileLaunch]
+    encode_columns: ColumnLaunch | None
     encode_giants: GiantLaunch | None
     all_rows: Tensor
     template: Tensor
@@ -113,68 +85,37 @@ def register_shape(length: int) -> tuple[int, int] | None:
     return None
 
 
-def block_shape(rows: SlotRows) -> tuple[int, int, int] | None:
-    """(warps, elements per lane, columns) of a row that is selected in registers, or in shared memory if strided; None if it does not fit."""
-    shape = register_shape(rows.length)
-    if shape is None or is_contiguous(rows):
-        return shape and (*shape, 1)
-    whole_blocks = bool(rows.sizes) and rows.strides[-1] == 1 and rows.sizes[-1] % COLUMNS == 0
-    if not whole_blocks or shape[0] > MAX_COLUMN_WARPS:
-        return None
-    return (*shape, COLUMNS if shape[0] < MAX_COLUMN_WARPS else COLUMNS // 2)
-
-
-def tile_fibres(rows: SlotRows) -> int | None:
-    """How many neighbouring rows one block takes; None if not even one fits, or if it would keep one block too long."""
-    fibres = 1 if is_contiguous(rows) else COLUMNS
-    if rows.count * rows.length >= GIANT and rows.count < FEW_ROWS:
-        return None
-    while fibres and fibres * max(BINS, words_of(rows)) > SHARED_WORDS:
-        fibres //= 2
-    return fibres or None
-
-
-def words_of(rows: SlotRows) -> int:
-    return -(-rows.length // 32)
+def is_giant(rows: SlotRows) -> bool:
+    """Whether many blocks share a row: it fits the registers of none, or has few others beside it and more candidates than a block lists."""
+    if is_contiguous(rows):
+        return register_shape(rows.length) is None
+    few = rows.count * rows.length >= GIANT and rows.count < FEW_ROWS
+    return few and candidates_of(rows) > BLOCK_LIST
 
 
 def make_tables(group: Group, codec: Codec) -> Tables:
     device = group.device
     described = describe_rows(group, codec)
     by_team: dict[tuple[int, int], dict[tuple[int, int], list[Tensor]]] = {}
-    by_columns: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}
-    by_tile: dict[tuple[int, int], list[Tensor]] = {}
+    columns: list[tuple[SlotRows, Tensor]] = []
     giants: list[tuple[SlotRows, Tensor]] = []
     cut_whole = any(rows.count == 1 and rows.length > WHOLE for rows in codec.table.rows)
     for rows, table in zip(codec.table.rows, described, strict=True):
-        shape = block_shape(rows)
-        if cut_whole and rows.count == 1:
+        if is_giant(rows) or (cut_whole and rows.count == 1):
             giants.append((rows, table))
-        elif shape is not None and shape[2] == 1:
-            shapes = by_team.setdefault(launch_of(*shape[:2]), {})
-            shapes.setdefault(shape[:2], []).append(table)
-        elif shape is not None:
-            by_columns.setdefault((shape[0], shape[2]), []).append((table, rows.length))
-        elif (fibres := tile_fibres(rows)) is not None:
-            by_tile.setdefault((fibres, words_of(rows)), []).append(table)
+        elif is_contiguous(rows):
+            shape = register_shape(rows.length)
+            assert shape is not None
+            by_team.setdefault(launch_of(*shape), {}).setdefault(shape, []).append(table)
         else:
-            giants.append((rows, table))
+            columns.append((rows, table))
     header = codec.fixed_header()
     places = torch.tensor([rows.entries for rows in codec.table.rows], dtype=torch.int32)
     return Tables(
         encode_rows=[
             make_row_launch(team, shapes, device) for (team, _), shapes in by_team.items()
         ],
-        encode_columns=[
-            make_column_launch(warps, columns, mine, device)
-            for (warps, columns), mine in by_columns.items()
-        ],
-        encode_tiles=[
-            TileLaunch(
-                fibres, words, torch.cat(tables).to(device), tiles(tables, fibres).to(device)
-            )
-            for (fibres, words), tables in by_tile.items()
-        ],
+        encode_columns=make_column_launch(columns, device) if columns else None,
         encode_giants=make_giants(giants, device) if giants else None,
         all_rows=torch.cat(described).to(device),
         template=blank_payload(codec).to(device),
@@ -229,16 +170,6 @@ def make_row_launch(
     )
 
 
-def make_column_launch(
-    warps: int, columns: int, slots: Sequence[tuple[Tensor, int]], device: torch.device
-) -> ColumnLaunch:
-    """`slots` are their rows and the length of these."""
-    tables = [table for table, _ in slots]
-    longest = max(length for _, length in slots)
-    rows = torch.cat(tables).to(device)
-    return ColumnLaunch(warps, columns, longest, rows, no_guesses(tables, device))
-
-
 def no_guesses(tables: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.zeros(sum(map(len, tables)), dtype=torch.int32, device=device)
 
@@ -279,13 +210,3 @@ def index_places(codec: Codec) -> list[tuple[int, int]]:
         (start + first if width else 0, width)
         for first, width in codec.indices.slot_places(codec.table)
     ]
-
-
-def tiles(tables: Sequence[Tensor], fibres: int) -> Tensor:
-    """int32 [tiles, 2]: (first row, rows) of every block; a block stays inside a slot."""
-    parts, before = [], 0
-    for table in tables:
-        first = torch.arange(0, len(table), fibres, dtype=torch.int32)
-        parts.append(torch.stack([before + first, (len(table) - first).clamp(max=fibres).int()], 1))
-        before += len(table)
-    return torch.cat(parts).int()

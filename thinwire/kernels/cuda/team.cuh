@@ -7,19 +7,24 @@
 // What is no element of the row: not a number reaches no threshold, so that it is never chosen.
 #define NO_ELEMENT __int_as_float(0x7fffffff)
 
-// The warps of one row. ALONE: they are the whole block.
-template <int ROW_WARPS, bool ALONE>
+// The warps of one row: one, or the whole block.
+template <int ROW_WARPS>
 struct RowTeam {
     int* words;  // 2 x ROW_WARPS in shared memory, used in turn: one barrier per sum is then enough
-    int turn, warp, team;
+    int turn, warp;
+
+    // What one has written to shared memory is there for the others.
+    __device__ __forceinline__ void meet() const {
+        if constexpr (ROW_WARPS > 1)
+            __syncthreads();
+        else
+            __syncwarp();
+    }
 
     __device__ __forceinline__ int* share(int x) {
         int* mine = words + (turn ^= 1) * ROW_WARPS;
         if ((threadIdx.x & 31) == 0) mine[warp] = x;
-        if (ALONE)
-            __syncthreads();
-        else
-            sync_team(team, 32 * ROW_WARPS);
+        meet();
         return mine;
     }
 
