@@ -60,6 +60,7 @@ def parse() -> argparse.Namespace:
         "--tasks", default=",".join(PACKS), help="with commas; the first ones first"
     )
     parser.add_argument("--methods", help="with commas; default all of the plan")
+    parser.add_argument("--densities", help="with commas, such as 0.01; default all of the plan")
     parser.add_argument("--epochs", type=int, help="not planned, but given")
     parser.add_argument("--batch-size", type=int, help="per worker, in place of the plan's")
     parser.add_argument("--seats", type=int, help="cells at once; default one per core but one")
@@ -175,6 +176,9 @@ def run_all(sitting: Sitting) -> None:
     if options.methods:
         # Without dense there is nothing to compare with.
         chosen = [study.only(["dense", *options.methods.split(",")]) for study in chosen]
+    if options.densities:
+        wanted = [float(density) for density in options.densities.split(",")]
+        chosen = [study.only_at(wanted) for study in chosen]
     if options.batch_size:
         chosen = [study.with_batch_size(options.batch_size) for study in chosen]
     for i, study in enumerate(chosen):

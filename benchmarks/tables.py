@@ -32,7 +32,13 @@ PAGES = (
 )
 MAIN_JOB = ("dense", "topk", "adtopk")
 ADTOPK = (*MAIN_JOB, "adtopk-interleave", "adtopk-threshold")
-LEARNING = ("cifar10-resnet20", "wikitext2-lstm", "wikitext2-small-gpt")
+LEARNING = (
+    ("learning", "cifar10-resnet20"),
+    ("learning", "wikitext2-lstm"),
+    ("learning", "wikitext2-small-gpt"),
+    ("learning-30", "cifar10-resnet20"),
+)
+"""(folder of the rows, task)"""
 MARK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 
@@ -136,7 +142,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "digits-main": lambda: digits_table(MAIN_JOB),
     "digits-adtopk": lambda: digits_table(ADTOPK),
     "compress": compress_table,
-    **{f"learning-{task}": functools.partial(committed_table, task) for task in LEARNING},
+    **{f"{name}-{task}": functools.partial(committed_table, name, task) for name, task in LEARNING},
 }
 
 

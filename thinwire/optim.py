@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from thinwire.errors import UsageError
+from thinwire.frozen_adam import FrozenAdam
 from thinwire.memory.momentum import check_momentum
 from thinwire.methods.base import Dense, DenseMomentum, Method
 from thinwire.plan.policy import Rule
 from thinwire.validate import check_bool, check_finite_number
+from thinwire.velocity import VelocityOptimizer
 
 if TYPE_CHECKING:
     from thinwire.handle import Handle
@@ -33,7 +35,7 @@ TAKEN = "taken_over"
 DECAY_BUFFER = "decay_buffer"
 
 
-class DGCSGD(Optimizer):
+class DGCSGD(VelocityOptimizer):
     """SGD for `tw.DGC`: the gradient brings its momentum along, weight decay has its own.
 
     Only together with `tw.attach(..., optimizer=this)`, which reads `momentum` and `nesterov` from here.
@@ -58,19 +60,11 @@ class DGCSGD(Optimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        self.attached = False
         super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        if not self.attached:
-            raise UsageError(
-                "DGCSGD applies momentum only to weight decay; pass it to tw.attach(..., optimizer=opt) with tw.DGC"
-            )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self.begin(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -106,7 +100,9 @@ def take_over(
         raise UsageError(
             f"{name} applies momentum before compression; pass attach(..., optimizer=opt), so that it can be taken over"
         )
-    if not isinstance(optimizer, DGCSGD):
+    if isinstance(optimizer, FrozenAdam):
+        check_dense_steps(method, optimizer.dense_steps)
+    elif not isinstance(optimizer, DGCSGD):
         check_sgd(optimizer, name)
     known = {id(parameter) for parameter in parameters.values()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -129,8 +125,8 @@ def check_sgd(optimizer: Optimizer, name: str) -> None:
     """Refuse what cannot be taken over."""
     if type(optimizer) is not SGD:
         raise UsageError(
-            f"optimizer is {type(optimizer).__name__}; {name} can take momentum over from torch.optim.SGD only, "
-            "or use tw.optim.DGCSGD"
+            f"optimizer is {type(optimizer).__name__}; {name} can take momentum over from torch.optim.SGD, tw.optim.DGCSGD "
+            "and, in place of Adam, tw.optim.FrozenAdam"
         )
     for group in optimizer.param_groups:
         for key, allowed in (("dampening", 0), ("maximize", False), ("fused", None)):
@@ -138,6 +134,16 @@ def check_sgd(optimizer: Optimizer, name: str) -> None:
                 raise UsageError(
                     f"{key} is {group[key]!r} in the optimizer; {name} cannot take that over, it must be {allowed!r}"
                 )
+
+
+def check_dense_steps(method: Method, count: int) -> None:
+    """Refuse a method that compresses in the steps in which FrozenAdam learns."""
+    for step in sorted({0, count - 1, *(turn for turn in method.turns if turn < count)}):
+        if not isinstance(method.at(step), Dense):
+            raise UsageError(
+                f"dense_steps is {count}, but {type(method).__name__} compresses in step {step}; use "
+                f"tw.Timeline(phases=((0, tw.Dense()), ({count}, method)))"
+            )
 
 
 @dataclass(eq=False)
@@ -174,7 +180,7 @@ class Takeover:
             buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
             if buffer is not None:
                 handle.pipeline.roster.write_memory(name, "momentum", buffer.detach())
-        if isinstance(self.optimizer, DGCSGD):
+        if isinstance(self.optimizer, VelocityOptimizer):
             self.optimizer.attached = True
             handle.on_close(self._detach)
             return
@@ -236,5 +242,5 @@ class Takeover:
         )
 
     def _detach(self) -> None:
-        assert isinstance(self.optimizer, DGCSGD)
+        assert isinstance(self.optimizer, VelocityOptimizer)
         self.optimizer.attached = False

@@ -140,12 +140,9 @@ class Course:
         """Whether it can be finished in time, and does not keep one that runs from that."""
         if not self._pace.rates:
             return True
-        candidate = Running(cell, self._graph, now)
-        load = len(self._running) + 1
-        return all(
-            self._expected_end(one, load, now) < self._limit(one.cell)
-            for one in (candidate, *self._running.values())
-        )
+        together = [Running(cell, self._graph, now), *self._running.values()]
+        # With more reserve than the one that makes it stop again.
+        return not self._find_late(together, len(together), now, RESERVE)
 
     def _expected_end(self, running: Running, load: float, now: float) -> float:
         """If so many cells run side by side from now on."""

@@ -163,9 +163,9 @@ def markdown_table(rows: Sequence[Row], task: str) -> str:
     return "\n".join(table) + "\n"
 
 
-def committed_table(task: str) -> str:
+def committed_table(folder: str, task: str) -> str:
     """The same of the rows in the repository."""
-    rows = read_rows(ROOT / "benchmarks" / "results" / "learning" / "rows.json")
+    rows = read_rows(ROOT / "benchmarks" / "results" / folder / "rows.json")
     if not any(row["task"] == task for row in rows):
         return "Not run yet.\n"
     return markdown_table(rows, task)

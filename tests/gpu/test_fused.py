@@ -7,6 +7,7 @@ import torch
 
 import thinwire as tw
 from tests.kernels.test_fused import adtopk, compare, corrected_rows, dgc
+from tests.kernels.test_fused_giants import AGAIN, FEW, READY, SLOW, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,6 +72,30 @@ def test_value_codes(kernels, values):
 def test_whole_tensors(kernels, density, gradients):
     method = tw.TopK(density=density, dense_fallback=False)
     compare(kernels, method, gradients, shapes=LAYERS, device="cuda")
+
+
+def eventful(cluster, count):
+    """Two tensors without a gradient, six steps like each other, then grown, vanished, and what memory holds cancelled."""
+    made = draw(cluster, count)
+    for rank, by_name in enumerate(made):
+        if count == 8:
+            held = cluster.residuals(rank)
+            by_name.update({name: g * 1e-3 - held[name] for name, g in by_name.items()})
+        for name, g in by_name.items():
+            g *= {6: 1000.0, 7: 1e-3}.get(count, 1.0) if name not in ("up", "tail") else 0.0
+    return made
+
+
+@pytest.mark.parametrize("method", ["plain", "momentum"])
+def test_whole_tensors_whichever_way_they_go(kernels, method):
+    methods = {"plain": tw.TopK(density=0.01, dense_fallback=False), "momentum": dgc(0.01)}
+    seen = run(kernels, methods[method], eventful, shapes=LAYERS, device="cuda", steps=10)
+    without = [list(LAYERS).index(name) for name in ("up", "tail")]
+    for step in seen:
+        assert [step.pop(which) for which in reversed(without)] == [FEW, FEW]
+    assert set(seen[0]) == set(seen[6]) == {AGAIN}
+    if method == "plain":
+        assert set(seen[5]) == set(seen[7]) == {READY} and set(seen[8]) == {SLOW}
 
 
 @pytest.mark.parametrize("gradients", [draw, tied])

@@ -42,6 +42,9 @@ static inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 static inline unsigned atomicAdd(unsigned* at, unsigned x) { unsigned old = *at; *at += x; return old; }
 static inline unsigned atomicOr(unsigned* at, unsigned x) { unsigned old = *at; *at |= x; return old; }
 
+// Blocks run one after the other.
+static inline void __threadfence() {}
+
 // -- fibres -----------------------------------------------------------------------------------------------------------
 
 struct Meeting { int come = 0, turn = 0; int values[32]; int results[32]; };

@@ -156,7 +156,7 @@ def test_neighbouring_columns(kernels):
 
 
 def test_rows_beyond_registers(kernels):
-    compare(kernels, adtopk(0.01), random, shapes={"long": (1, 45_000), "short": (3, 50)}, steps=2)
+    compare(kernels, adtopk(0.01), random, shapes={"long": (2, 45_000), "short": (3, 50)}, steps=2)
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "constant", "few"])
@@ -286,7 +286,7 @@ def test_momentum_of_columns_and_tiles(kernels, nesterov):
     columns = {"short": (50, 16), "long": (1500, 8), "many": (70, 19)}
     method = corrected_rows(0.1, nesterov=nesterov, axis=0)
     compare(kernels, method, random, shapes=columns, steps=2)
-    row = {"long": (1, 45_000), "short": (3, 50)}
+    row = {"long": (2, 45_000), "short": (3, 50)}
     compare(kernels, corrected_rows(0.01, nesterov=nesterov), random, shapes=row, steps=2)
 
 

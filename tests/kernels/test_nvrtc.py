@@ -44,7 +44,9 @@ COLUMNS = {
 }
 OTHERS = {
     "giants": ("encode_giants.cu", PLAIN),
+    "giants, momentum": ("encode_giants.cu", MOMENTUM),
     "giants, Nesterov": ("encode_giants.cu", NESTEROV),
+    "giants, decisions": ("decide_giants.cu", PLAIN),
     "thresholds": ("encode_threshold.cu", THRESHOLD),
     "decode": ("decode.cu", {**PLAIN, "FIBRES": 1}),
     "decode columns": ("decode.cu", {**NARROW, "FIBRES": 8}),

@@ -108,7 +108,7 @@ def test_none_in_a_file_takes_away_what_the_task_has() -> None:
         ("[method]\nname = 'dgc'\nmemory = { maskin = true }", r"memory.maskin is no setting of"),
         ("[method]\nexchange = { kind = 'Pigeon' }", "exchange.kind is 'Pigeon'; it must be"),
         ("[method]\ndensity_warmup = 0.5", "density_warmup is 0.5; it must be a list"),
-        ("[method]\ndense_epochs = 0", "dense_epochs is 0; it must be a whole number of at least 1"),
+        ("[method]\ndense_epochs = 0", "dense_epochs is 0; it must be a whole number"),
         ("[method]\nname = 'dense'\ndense_epochs = 1", "dense_epochs is 1, but dense has no such"),
         ("[methods.topk]\nrank = 2", "rank is 2, but topk has no such setting"),
         ("[run]\ngraph = true", "graph is True, which goes only with simulate_workers"),
@@ -173,9 +173,14 @@ def test_nothing_is_counted_twice(text: str, message: str) -> None:
 
 def test_momentum_that_cannot_be_taken_over_is_refused_before_anything_is_trained() -> None:
     text = "[task]\nname = 'chars'\n[compare]\nmethods = ['dense', 'dgc']"
-    with pytest.raises(UsageError, match="optimizer is 'adamw', but dgc takes momentum over"):
+    with pytest.raises(UsageError, match="optimizer is 'adamw', whose second moment has to be"):
         job_of(text, "compare")
     job_of(f"{text}\n[methods.dgc]\nmemory = {{ kind = 'Residual' }}", "compare")
+    dense_first = f"{text}\n[methods.dgc]\ndense_epochs = 1"
+    job_of(dense_first, "compare")
+    decayed = f"{dense_first}\n[training]\noptimizer = 'adam'\nweight_decay = 0.1"
+    with pytest.raises(UsageError, match=r"weight_decay is 0\.1 with optimizer 'adam'"):
+        job_of(decayed, "compare")
 
 
 def test_overrides_are_plain_values_or_text() -> None:

@@ -136,7 +136,7 @@ def test_a_process_that_fails_is_replaced_and_one_that_runs_is_told_what_to_do()
 
 
 def test_every_planned_cell_can_be_built():
-    from learning.cells import WITHOUT_DENSITY, studies
+    from learning.cells import WITHOUT_DENSITY, base_of, studies
 
     from thinwire.recipes.job import build_job
 
@@ -147,19 +147,22 @@ def test_every_planned_cell_can_be_built():
             assert job.running.world == 8 and job.training.epochs == study.most
             keys.append(cell.key)
             images = cell.task == "cifar10-resnet20"
-            if cell.method not in WITHOUT_DENSITY:
-                (built,) = job.cells()
-                assert built.method == cell.method.partition("-")[0]
-                kept = repr(built.build_method(97).memory)
+            (built,) = job.cells()
+            assert built.method == base_of(cell.method) == cell.method.partition("-")[0]
+            if built.method not in WITHOUT_DENSITY:
+                kept = repr(built.build_method(97).at(10_000).memory)
                 corrected = images and not cell.method.endswith("residual")
+                corrected |= cell.method.endswith("frozen")
                 assert kept.startswith("MomentumCorrection" if corrected else "Residual")
                 assert ("masking=True" in kept) == cell.method.endswith("masked")
             assert job.training.channels_last == images
-            warmup = {0.05: [0.25, 0.063], 0.01: [0.25, 0.063, 0.015]}
-            warmup[0.001] = [*warmup[0.01], 0.004]
-            if cell.method not in WITHOUT_DENSITY:
-                assert cell.own["density_warmup"] == warmup[cell.density]
-    assert len(keys) == len(set(keys)) == 18 + 14 + 7 + 7
+            if base_of(cell.method) not in WITHOUT_DENSITY:
+                early = [0.25, 0.063, 0.015, 0.004] if images else [0.063, 0.015]
+                wanted = [density for density in early if density > cell.density]
+                assert cell.own["density_warmup"] == wanted
+            dense = None if images or cell.method == "dense" else 2
+            assert cell.own.get("dense_epochs") == dense
+    assert len(keys) == len(set(keys)) == 18 + 17 + 7 + 9
     assert keys[0] == "cifar10-resnet20/dense#0" and keys[-1] == "wikitext2-small-gpt/dgc@0.05#0"
     assert [key.partition("#")[2] for key in keys[:18]] == ["0"] * 6 + ["1"] * 6 + ["2"] * 6
     assert {key.partition("/")[2] for key in keys[18:21]} == {f"dgc@0.001#{i}" for i in range(3)}

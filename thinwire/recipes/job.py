@@ -16,6 +16,7 @@ from thinwire.observe.files import write_text
 from thinwire.recipes.config import Running, Training, check_count, check_numbers
 from thinwire.recipes.examples import DataOptions
 from thinwire.recipes.method_settings import build_method, check_own, check_shared, takes
+from thinwire.recipes.optimizers import check_frozen_adam
 from thinwire.recipes.settings import Settings, check_names
 from thinwire.recipes.tasks import Task, compose, find_task
 from thinwire.validate import check_instance
@@ -122,10 +123,7 @@ class Job:
             method = cell.build_method(steps_per_epoch=1)
             # Said at attach as well, but then other cells may have been trained for hours.
             if method.owns_momentum and self.training.optimizer != "sgd":
-                raise UsageError(
-                    f"optimizer is {self.training.optimizer!r}, but {cell.method} takes momentum over from sgd only; "
-                    f"use that, or plain residuals with --set methods.{cell.method}.memory.kind=Residual"
-                )
+                check_frozen_adam(self.training, method)
 
     def cells(self) -> list[Cell]:
         """Every run, methods first; a name says only what tells it from the others."""

@@ -85,7 +85,7 @@ class Trainer:
         )
         self.model = place_model(model, workers.device, self.memory_format)
         self.precision = Precision(training.precision, workers.device)
-        self.optimizer = build_optimizer(self.model, training)
+        self.optimizer = build_optimizer(self.model, training, run.method)
         self.steps_per_epoch = count_steps_per_epoch(data.train, training, workers.world)
         self.learning_rate = LearningRate(
             training,

@@ -1,342 +1,262 @@
 // The same as encode_rows for rows of any length, such as whole tensors: many blocks work on one row.
 //
-// A row is cut into chunks of CHUNK elements.
-//  1. count      c = residual + gradient, or as momentum.cuh says, to memory; a histogram of the leading bits in every chunk.
-//  2. bound      The bin of the keep-th magnitude, and where each chunk's candidates (that bin and above) begin in a list.
-//  3. collect    The candidates, in order. About as many as are wanted, so that nothing after this reads the whole row.
-//  4. search     The exact pattern of the keep-th magnitude among the candidates, bin by bin.
-//  5. tally      Per chunk: how many exceed it, how many equal it.
-//  6. place      Where each chunk's entries go in the payload, and how many ties it may send.
-//  7. send       The entries, in order.
-// A row whose candidates do not fit the list (most of its elements are equal) is done by `fallback`, one block per row, slower.
+// A row is cut into chunks. Candidates are what reaches a cut, one that twice as many as are sent reached in the last call: enough
+// are left even if nothing is added to what stays.
+//  1. collect  c = residual + gradient, or as momentum.cuh says, to memory; candidates to the row's list, chunk by chunk, and a
+//              histogram of them, finest just above the cut.
+//  2. decide   (decide_giants.cu) A chunk to a warp: the bin of the keep-th magnitude, how many of the chunk are above it, and the
+//              few inside to a list of their own. The block that ends last for a row finds the pattern of the keep-th magnitude
+//              among these, where each chunk's entries go in the payload, and the next call's cut.
+//  3. send     The entries, in order, one warp to a chunk.
+// What happens to rows for which that does not do: giants.cuh.
 
 #include "momentum.cuh"
 #include "search.cuh"
+#include "giants.cuh"
 
-#define CHUNK 16384
-#define COPIES 4
-#define COUNT_THREADS 512
-#define ROW_THREADS 1024
-#define WARP_PART (CHUNK / (COUNT_THREADS / 32))
+#define THREADS 256
+#define WARPS (THREADS / 32)
+#define PER_LANE 16
+#define QUADS (PER_LANE / 4)
+#define WARP_PART (32 * PER_LANE)
+#define SEND_WARPS 4
+#if MOMENTUM
+#define COLLECT_BLOCKS 3
+#else
+#define COLLECT_BLOCKS 4
+#endif
 
-struct Chunk {
-    int row;
-    int first;  // chunk number of the row's first chunk
-    i64 start;  // element
-};
+#define SEEN_GRADIENT 1
+#define SEEN_BAD 2
 
-struct Giant {
-    int chunks;     // set by the host, as are the two below
-    int list;       // where the row's candidates begin
-    int capacity;   // how many fit
-    int base;       // the histogram's first bin begins here, 12 octaves below the pattern found in the last call ...
-    int shift;      // ... and each bin is this many bits wide; 0 octaves and 21 bits in the first call
-    int low;        // pattern of the keep-th magnitude
-    int span;       // it is known up to this many bits ...
-    int ceiling;    // ... and to be below this
-    int above;      // how many exceed it
-    int listed;     // candidates
-    int reached;    // how many reach `low`
-    int overflow;
-    int ties;       // how many that equal `low` are wanted
-};
+// -- collect ----------------------------------------------------------------------------------------------------------
 
-#define WINDOW_BELOW (12 << 23)
-#define WINDOW_SHIFT 17
-
-// The bin of a magnitude; what is outside the window is in the first or the last one.
-static __device__ __forceinline__ int bin_of(int bits, int base, int shift) {
-    return min(max((bits - base) >> shift, 0), BINS - 1);
+// Where a lane's e-th element is in the warp's part.
+template <bool VECTOR>
+static __device__ __forceinline__ int place_of(int e, int lane) {
+    return VECTOR ? 128 * (e / 4) + 4 * lane + e % 4 : 32 * e + lane;
 }
 
-extern "C" __global__ void giants_count(
-    const Gradient* bucket, float* memory, u8* payload, const Row* rows, const Chunk* chunks, const Giant* giants, u16* histograms,
-    const float* ratio MOMENTUM_PARAMETERS) {
-    __shared__ u32 histogram[COPIES * BINS];
+// A lane's elements of a warp's part: from `gradient` and, in memory, from `place` on; the chunk has `left` > 0 more.
+template <bool VECTOR>
+static __device__ __forceinline__ void compensate_part(
+    const Gradient* gradient, float* memory, i64 place, int stride, int left, float scale, const Momentum& correction, float* c,
+    bool& had, bool& bad) {
+    const int lane = threadIdx.x & 31;
+    float* held = memory + place;
+    if (VECTOR) {
+        float4 old[QUADS], last[QUADS];
+        Quad fresh[QUADS];
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+            // What is behind the end is read too, from inside: a load that depends on a comparison waits for the one before.
+            const int j = min(128 * i + 4 * lane, left - 4);
+            old[i] = *reinterpret_cast<const float4*>(held + j);
+            fresh[i] = *reinterpret_cast<const Quad*>(gradient + j);
+            last[i] = correction.get_quad(place + j);
+        }
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+            const int j = 128 * i + 4 * lane;
+            float* mine = c + 4 * i;
+            mine[0] = correction.compensate(fresh[i].x, old[i].x, scale, last[i].x, had, bad);
+            mine[1] = correction.compensate(fresh[i].y, old[i].y, scale, last[i].y, had, bad);
+            mine[2] = correction.compensate(fresh[i].z, old[i].z, scale, last[i].z, had, bad);
+            mine[3] = correction.compensate(fresh[i].w, old[i].w, scale, last[i].w, had, bad);
+            if (j < left) {
+                // Not through held + j, of which the compiler does not see that it is aligned: it would store four times.
+                reinterpret_cast<float4*>(held)[32 * i + lane] = make_float4(mine[0], mine[1], mine[2], mine[3]);
+                correction.put_quad(place + j, last[i]);
+            }
+        }
+        return;
+    }
+#pragma unroll
+    for (int base = 0; base < PER_LANE; base += BATCH) {
+        Gradient fresh[BATCH];
+        float last[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const i64 at = (i64)min(32 * (base + b) + lane, left - 1) * stride;
+            c[base + b] = held[at];
+            fresh[b] = gradient[at];
+            last[b] = correction.get(place + at);
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int j = 32 * (base + b) + lane;
+            const float now = correction.compensate(fresh[b], c[base + b], scale, last[b], had, bad);
+            if (j < left) {
+                held[(i64)j * stride] = now;
+                correction.put(place + (i64)j * stride, last[b]);
+            }
+            c[base + b] = now;
+        }
+    }
+}
+
+// One bit per element of the lane that reaches the cut.
+template <bool VECTOR>
+static __device__ __forceinline__ u32 find_candidates(const float* c, int left, int cut) {
+    const int lane = threadIdx.x & 31;
+    u32 mask = 0;
+#pragma unroll
+    for (int e = 0; e < PER_LANE; ++e)
+        if (magnitude(c[e]) >= cut && place_of<VECTOR>(e, lane) < left) mask |= 1u << e;
+    return mask;
+}
+
+// The candidates of a warp's part, which begins at `part` in its chunk, to the list from `next` on, in order.
+template <bool VECTOR>
+static __device__ __forceinline__ void append(const float* c, u32 mask, int part, int next, const Lists& lists) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) {
+        u32 ballots[4];
+        int at = next;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            ballots[q] = __ballot_sync(EVERY_LANE, (mask >> (4 * i + q)) & 1);
+            // Four neighbours are one lane's.
+            if (VECTOR) at += lanes_before(ballots[q], lane);
+        }
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const int e = 4 * i + q, mine = VECTOR ? at : next + lanes_before(ballots[q], lane);
+            if ((mask >> e) & 1) {
+                lists.values[mine] = c[e];
+                lists.places[mine] = (u16)(part + place_of<VECTOR>(e, lane));
+                ++at;
+            }
+            next += __popc(ballots[q]);
+        }
+    }
+}
+
+// Where a chunk's candidates go in the list; -1 if they do not fit, and then they are only counted.
+static __device__ __forceinline__ int allot(Giant& giant, Section& section, const int* counts) {
+    const int list = giant.list, room = giant.room;
+    int total = 0;
+    for (int w = 0; w < WARPS; ++w) total += counts[w];
+    const int start = total ? (int)atomicAdd(&giant.listed, (u32)total) : 0;
+    section.start = start, section.count = total;
+    return start + total <= room ? list + start : -1;
+}
+
+static __device__ __forceinline__ void report(const int* seen, int slot, u8* payload) {
+    int all = 0;
+    for (int w = 0; w < WARPS; ++w) all |= seen[w];
+    if (all & SEEN_GRADIENT) raise(had_word(payload, slot));
+    if (all & SEEN_BAD) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
+}
+
+struct CollectShared {
+    u32 histogram[BINS];
+    int counts[WARPS], seen[WARPS], begin;
+};
+
+template <bool VECTOR>
+static __device__ __forceinline__ void collect_chunk(
+    const Gradient* bucket, float* memory, u8* payload, const Chunk& chunk, Giant& giant, Section& section, u32* histogram,
+    const Lists& lists, float scale, const Momentum& correction, CollectShared& shared) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = warp * WARP_PART, left = chunk.count - part;
+    // Looked at when the elements are there: they are not to wait for it.
+    const int cut = giant.cut;
+#pragma unroll
+    for (int i = 0; i < BINS / THREADS; ++i) shared.histogram[i * THREADS + threadIdx.x] = 0;
+    float c[PER_LANE];
+    u32 mask = 0;
+    bool had = false, bad = false;
+    if (left > 0) {
+        const i64 at = (i64)part * chunk.stride;
+        compensate_part<VECTOR>(
+            bucket + chunk.gradient + at, memory, chunk.memory + at, chunk.stride, left, scale, correction, c, had, bad);
+        mask = find_candidates<VECTOR>(c, left, window_of(cut, scale).cut);
+    }
+    const int mine = warp_sum(__popc(mask));
+    const u32 any_had = __ballot_sync(EVERY_LANE, had), any_bad = __ballot_sync(EVERY_LANE, bad);
+    if (lane == 0) {
+        shared.counts[warp] = mine;
+        shared.seen[warp] = (any_had ? SEEN_GRADIENT : 0) | (any_bad ? SEEN_BAD : 0);
+    }
+    __syncthreads();
+    const Window window = window_of(cut, scale);
+    // Two that wait for memory; meanwhile the others count.
+    if (threadIdx.x == 0) shared.begin = allot(giant, section, shared.counts);
+    if (threadIdx.x == 32) report(shared.seen, chunk.slot, payload);
+#pragma unroll
+    for (int e = 0; e < PER_LANE; ++e)
+        if ((mask >> e) & 1) atomicAdd(&shared.histogram[window.bin(magnitude(c[e]))], 1u);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < BINS / THREADS; ++i) {
+        const u32 here = shared.histogram[i * THREADS + threadIdx.x];
+        if (here) atomicAdd(&histogram[i * THREADS + threadIdx.x], here);
+    }
+    if (shared.begin < 0 || mine == 0) return;
+    int next = shared.begin;
+    for (int w = 0; w < warp; ++w) next += shared.counts[w];
+    append<VECTOR>(c, mask, part, next, lists);
+}
+
+extern "C" __global__ __launch_bounds__(THREADS, COLLECT_BLOCKS) void giants_collect(
+    const Gradient* bucket, float* memory, u8* payload, const Chunk* chunks, Giant* giants, Section* sections, u32* histograms,
+    float* list_values, u16* list_places, const float* ratio MOMENTUM_PARAMETERS) {
+    __shared__ CollectShared shared;
     const Chunk chunk = chunks[blockIdx.x];
-    const Row row = rows[chunk.row];
-    const Gradient* gradient = bucket + row.gradient + chunk.start * row.stride;
-    const int count = (int)(row.length - chunk.start < CHUNK ? row.length - chunk.start : CHUNK);
     const float scale = *ratio;
     const Momentum correction = MOMENTUM_OF_GROUP;
-    const i64 place = row.memory + chunk.start * row.stride;
-    const int base = giants[chunk.row].base, shift = giants[chunk.row].shift;
-    float* held = memory + place;
-    u32* mine = histogram + (threadIdx.x % COPIES) * BINS;
-    bool had = false, bad = false;
-    for (int i = threadIdx.x; i < COPIES * BINS; i += COUNT_THREADS) histogram[i] = 0;
-    __syncthreads();
-    if (row.vector) {
-        for (int j = 4 * threadIdx.x; j < count; j += 4 * COUNT_THREADS) {
-            float4 old = *reinterpret_cast<const float4*>(held + j);
-            const Quad fresh = *reinterpret_cast<const Quad*>(gradient + j);
-            float4 last = correction.get_quad(place + j);
-            old.x = correction.compensate(fresh.x, old.x, scale, last.x, had, bad);
-            old.y = correction.compensate(fresh.y, old.y, scale, last.y, had, bad);
-            old.z = correction.compensate(fresh.z, old.z, scale, last.z, had, bad);
-            old.w = correction.compensate(fresh.w, old.w, scale, last.w, had, bad);
-            *reinterpret_cast<float4*>(held + j) = old;
-            correction.put_quad(place + j, last);
-            atomicAdd(&mine[bin_of(magnitude(old.x), base, shift)], 1u);
-            atomicAdd(&mine[bin_of(magnitude(old.y), base, shift)], 1u);
-            atomicAdd(&mine[bin_of(magnitude(old.z), base, shift)], 1u);
-            atomicAdd(&mine[bin_of(magnitude(old.w), base, shift)], 1u);
-        }
-    } else {
-        for (int j = threadIdx.x; j < count; j += COUNT_THREADS) {
-            const i64 at = (i64)j * row.stride;
-            float last = correction.get(place + at);
-            const float c = correction.compensate(gradient[at], held[at], scale, last, had, bad);
-            held[at] = c;
-            correction.put(place + at, last);
-            atomicAdd(&mine[bin_of(magnitude(c), base, shift)], 1u);
-        }
-    }
-    __syncthreads();
-    for (int bin = threadIdx.x; bin < BINS; bin += COUNT_THREADS) {
-        u32 sum = 0;
-        for (int copy = 0; copy < COPIES; ++copy) sum += histogram[copy * BINS + bin];
-        histograms[(i64)blockIdx.x * BINS + bin] = (u16)sum;
-    }
-    if (had) raise(had_word(payload, row.slot));
-    if (bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
+    Giant& giant = giants[chunk.row];
+    Section& section = sections[blockIdx.x];
+    u32* histogram = histograms + (i64)chunk.row * BINS;
+    const Lists lists = {list_values, list_places};
+    if (chunk.vector)
+        collect_chunk<true>(bucket, memory, payload, chunk, giant, section, histogram, lists, scale, correction, shared);
+    else
+        collect_chunk<false>(bucket, memory, payload, chunk, giant, section, histogram, lists, scale, correction, shared);
 }
 
-static __device__ __forceinline__ bool is_within(int bits, int low, int span, int ceiling) {
-    return bits >= low && bits < ceiling && (bits - low) >> span == 0;
-}
+// -- send -------------------------------------------------------------------------------------------------------------
 
-// The next call's histogram is finest around what this one found.
-static __device__ __forceinline__ void aim(Giant& giant, int low) {
-    giant.base = max(0, min(low - WINDOW_BELOW, 0x7fffffff - (BINS << WINDOW_SHIFT)));
-    giant.shift = WINDOW_SHIFT;
-}
-
-extern "C" __global__ __launch_bounds__(ROW_THREADS) void giants_bound(
-    const Row* rows, const int* first_chunks, Giant* giants, const u16* histograms, int* starts) {
-    __shared__ int words[32], answer[3];
-    const Row row = rows[blockIdx.x];
-    Giant& giant = giants[blockIdx.x];
-    const int first = first_chunks[blockIdx.x], bin = BINS - 1 - threadIdx.x, lane = threadIdx.x & 31;
-    int here = 0;
-#pragma unroll 8
-    for (int chunk = 0; chunk < giant.chunks; ++chunk) here += histograms[(i64)(first + chunk) * BINS + bin];
-    int found, above, inside;
-    find_bin(here, row.keep, found, above, inside, words, answer);
-    const int candidates = above + inside;
-    if (threadIdx.x == 0) {
-        // The first bin also has all that is below the window, the last all that is above.
-        giant.low = found ? giant.base + (found << giant.shift) : 0;
-        giant.span = found && found < BINS - 1 ? giant.shift : 31;
-        giant.ceiling = found < BINS - 1 ? giant.base + ((found + 1) << giant.shift) : 0x7fffffff;
-        giant.above = above;
-        giant.listed = giant.reached = candidates;
-        giant.overflow = candidates > giant.capacity;
-    }
-    // Candidates of each chunk, one warp per chunk, then where they begin.
-    for (int chunk = threadIdx.x / 32; chunk < giant.chunks; chunk += ROW_THREADS / 32) {
-        int sum = 0;
-        for (int b = found + lane; b < BINS; b += 32) sum += histograms[(i64)(first + chunk) * BINS + b];
-        sum = warp_sum(sum);
-        if (lane == 0) starts[first + chunk] = sum;
-    }
-    __syncthreads();
-    int before = 0;
-    for (int base = 0; base < giant.chunks; base += ROW_THREADS) {
-        const int chunk = base + threadIdx.x;
-        const int count = chunk < giant.chunks ? starts[first + chunk] : 0;
-        int total;
-        const int upto = block_sum_upto(count, words, total);
-        if (chunk < giant.chunks) starts[first + chunk] = giant.list + before + upto - count;
-        before += total;
-    }
-}
-
-extern "C" __global__ void giants_collect(
-    const float* memory, const Row* rows, const Chunk* chunks, const Giant* giants, const int* starts, int* list_bits, int* list_index) {
-    __shared__ int words[COUNT_THREADS / 32];
-    const Chunk chunk = chunks[blockIdx.x];
-    const Giant giant = giants[chunk.row];
-    if (giant.overflow) return;
+extern "C" __global__ __launch_bounds__(32 * SEND_WARPS) void giants_send(
+    float* memory, u8* payload, const Row* rows, const Chunk* chunks, const Giant* giants, const Section* sections,
+    const float* list_values, const u16* list_places, int count MOMENTUM_PARAMETERS) {
+    const int number = blockIdx.x * SEND_WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
+    if (number >= count) return;
+    const Section section = sections[number];
+    const Chunk chunk = chunks[number];
     const Row row = rows[chunk.row];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    const i64 part = chunk.start + warp * WARP_PART;
-    const float* held = memory + row.memory;
-    const float threshold = __int_as_float(giant.low);
-    // Twice over the warp's part, the second time from the cache: first how many, then where.
-    int mine = 0;
-    for (int j = lane; j < WARP_PART; j += 32)
-        if (part + j < row.length) mine += fabsf(held[(part + j) * row.stride]) >= threshold;
-    mine = warp_sum(mine);
-    if (lane == 0) words[warp] = mine;
-    __syncthreads();
-    int next = starts[blockIdx.x];
-    for (int w = 0; w < warp; ++w) next += words[w];
-    for (int j = lane; j < WARP_PART; j += 32) {
-        const bool inside = part + j < row.length;
-        const float c = inside ? held[(part + j) * row.stride] : 0.0f;
-        const bool candidate = inside && fabsf(c) >= threshold;
-        const u32 ballot = __ballot_sync(EVERY_LANE, candidate);
-        if (candidate) {
-            const int at = next + lanes_before(ballot, lane);
-            list_bits[at] = magnitude(c);
-            list_index[at] = (int)(part + j);
-        }
-        next += __popc(ballot);
-    }
-}
-
-extern "C" __global__ __launch_bounds__(ROW_THREADS) void giants_search(const Row* rows, Giant* giants, const int* list_bits) {
-    __shared__ u32 histogram[BINS];
-    __shared__ int words[32], answer[3];
-    Giant& giant = giants[blockIdx.x];
-    if (giant.overflow) return;
-    const int keep = rows[blockIdx.x].keep, count = giant.listed;
-    const int* bits = list_bits + giant.list;
-    int low = giant.low, above = giant.above, reached = count, span = giant.span;
-    const int ceiling = giant.ceiling;
-    while (reached != keep && span) {
-        const int next = span > 10 ? span - 10 : 0;
-        histogram[threadIdx.x] = 0;
-        __syncthreads();
-        for (int i = threadIdx.x; i < count; i += ROW_THREADS)
-            if (is_within(bits[i], low, span, ceiling)) atomicAdd(&histogram[(bits[i] - low) >> next], 1u);
-        __syncthreads();
-        int found, higher, inside;
-        find_bin((int)histogram[BINS - 1 - threadIdx.x], keep - above, found, higher, inside, words, answer);
-        low += found << next;
-        above += higher;
-        reached = above + inside;
-        span = next;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        giant.low = low;
-        giant.above = above;
-        giant.ties = keep - above;
-        giant.reached = reached;
-        aim(giant, low);
-    }
-}
-
-// A chunk's candidates end where those of the row's next chunk begin.
-static __device__ __forceinline__ int end_of(int number, const Chunk& chunk, const Giant& giant, const int* starts) {
-    return number + 1 < chunk.first + giant.chunks ? starts[number + 1] : giant.list + giant.listed;
-}
-
-// One warp per chunk: tallies[chunk] = (entries above the pattern, entries that equal it or, where all are wanted, reach it).
-extern "C" __global__ void giants_tally(
-    const Row* rows, const Chunk* chunks, const Giant* giants, const int* starts, const int* list_bits, int* tallies, int count) {
-    const int number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x & 31;
-    if (number >= count) return;
-    const Giant giant = giants[chunks[number].row];
-    if (giant.overflow) return;
-    const bool all = giant.reached == rows[chunks[number].row].keep;
-    int above = 0, tied = 0;
-    const int end = end_of(number, chunks[number], giant, starts);
-    for (int i = starts[number] + lane; i < end; i += 32) {
-        above += all ? list_bits[i] >= giant.low : list_bits[i] > giant.low;
-        tied += !all && list_bits[i] == giant.low;
-    }
-    above = warp_sum(above), tied = warp_sum(tied);
-    if (lane == 0) tallies[2 * number] = above, tallies[2 * number + 1] = tied;
-}
-
-// tallies[chunk] becomes (first place in the payload, ties it may send).
-extern "C" __global__ __launch_bounds__(ROW_THREADS) void giants_place(const int* first_chunks, const Giant* giants, int* tallies) {
-    __shared__ int words[32];
-    const Giant giant = giants[blockIdx.x];
-    if (giant.overflow) return;
-    int places = 0, ties = 0, total;
-    for (int base = 0; base < giant.chunks; base += ROW_THREADS) {
-        const int chunk = base + threadIdx.x;
-        int* mine = tallies + 2 * (first_chunks[blockIdx.x] + chunk);
-        const bool live = chunk < giant.chunks;
-        const int above = live ? mine[0] : 0, tied = live ? mine[1] : 0;
-        const int before = ties + block_sum_upto(tied, words, total) - tied;
-        ties += total;
-        const int allowed = max(0, min(tied, giant.ties - before));
-        const int place = places + block_sum_upto(above + allowed, words, total) - above - allowed;
-        places += total;
-        if (live) mine[0] = place, mine[1] = allowed;
-    }
-}
-
-extern "C" __global__ void giants_send(
-    float* memory, u8* payload, const Row* rows, const Chunk* chunks, const Giant* giants, const int* starts,
-    const int* list_bits, const int* list_index, const int* tallies, int count MOMENTUM_PARAMETERS) {
-    const int number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x & 31;
-    if (number >= count) return;
-    const Giant giant = giants[chunks[number].row];
-    if (giant.overflow) return;
-    const Row row = rows[chunks[number].row];
+    const int low = giants[chunk.row].low;
+    // Zeros are in no list.
+    const bool walks = giants[chunk.row].way == SLOW || (low == 0 && section.ties);
+    const int end = walks ? chunk.count : section.count;
     const Momentum correction = MOMENTUM_OF_GROUP;
-    const bool all = giant.reached == row.keep;
-    int place = tallies[2 * number], allowed = tallies[2 * number + 1];
+    float* held = memory + chunk.memory;
+    const float* values = list_values + giants[chunk.row].list + section.start;
+    const u16* places = list_places + giants[chunk.row].list + section.start;
+    int place = section.place, allowed = section.ties;
     bool bad = false;
-    const int end = end_of(number, chunks[number], giant, starts);
-    for (int base = starts[number]; base < end; base += 32) {
-        const int i = base + lane;
-        const int bits = i < end ? list_bits[i] : -1;
-        const bool tie = !all && bits == giant.low;
-        const u32 ties = __ballot_sync(EVERY_LANE, tie);
-        const bool take = (all ? bits >= giant.low : bits > giant.low) || (tie && lanes_before(ties, lane) < allowed);
-        const u32 taken = __ballot_sync(EVERY_LANE, take);
-        if (take) {
-            const int index = list_index[i];
-            float* at = memory + row.memory + (i64)index * row.stride;
-            *at = correction.send(*at, index, place + lanes_before(taken, lane), row, payload, bad);
+    for (int base = 0; base < end; base += 32 * LIST_BATCH) {
+        float c[LIST_BATCH];
+        int at[LIST_BATCH];
+#pragma unroll
+        for (int b = 0; b < LIST_BATCH; ++b) {
+            const int i = min(base + 32 * b + lane, end - 1);
+            c[b] = walks ? held[(i64)i * row.stride] : values[i];
+            at[b] = walks ? i : places[i];
         }
-        place += __popc(taken);
-        allowed -= min(allowed, __popc(ties));
-    }
-    if (bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
-}
-
-extern "C" __global__ __launch_bounds__(ROW_THREADS) void giants_fallback(
-    float* memory, u8* payload, const Row* rows, Giant* giants MOMENTUM_PARAMETERS) {
-    if (!giants[blockIdx.x].overflow) return;
-    const Momentum correction = MOMENTUM_OF_GROUP;
-    __shared__ u32 histogram[BINS];
-    __shared__ int words[32], answer[3];
-    const Row row = rows[blockIdx.x];
-    float* held = memory + row.memory;
-    Giant& giant = giants[blockIdx.x];
-    int low = giant.low, above = giant.above, reached = giant.reached, span = giant.span;
-    const int ceiling = giant.ceiling;
-    while (reached != row.keep && span) {
-        const int next = span > 10 ? span - 10 : 0;
-        histogram[threadIdx.x] = 0;
-        __syncthreads();
-        for (i64 j = threadIdx.x; j < row.length; j += ROW_THREADS) {
-            const int bits = magnitude(held[j * row.stride]);
-            if (is_within(bits, low, span, ceiling)) atomicAdd(&histogram[(bits - low) >> next], 1u);
+#pragma unroll
+        for (int b = 0; b < LIST_BATCH; ++b) {
+            const int bits = base + 32 * b + lane < end ? magnitude(c[b]) : -1;
+            const u32 ties = __ballot_sync(EVERY_LANE, bits == low);
+            const bool take = bits > low || (bits == low && lanes_before(ties, lane) < allowed);
+            const u32 taken = __ballot_sync(EVERY_LANE, take);
+            if (take)
+                held[(i64)at[b] * row.stride] =
+                    correction.send(c[b], chunk.start + at[b], place + lanes_before(taken, lane), row, payload, bad);
+            place += __popc(taken);
+            allowed -= min(allowed, __popc(ties));
         }
-        __syncthreads();
-        int found, higher, inside;
-        find_bin((int)histogram[BINS - 1 - threadIdx.x], row.keep - above, found, higher, inside, words, answer);
-        low += found << next;
-        above += higher;
-        reached = above + inside;
-        span = next;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) aim(giant, low);
-    const bool all = reached == row.keep;
-    int wanted = all ? 0 : row.keep - above, place = 0, total;
-    bool bad = false;
-    // Nothing is left to send behind the last entry: constant rows end after their first elements.
-    for (i64 base = 0; base < row.length && place < row.keep; base += ROW_THREADS) {
-        const i64 j = base + threadIdx.x;
-        const float c = j < row.length ? held[j * row.stride] : 0.0f;
-        const int bits = j < row.length ? magnitude(c) : -1;
-        const int tie = !all && bits == low;
-        const int before = block_sum_upto(tie, words, total) - tie;
-        const bool take = (all ? bits >= low : bits > low) || (tie && before < wanted);
-        wanted -= min(wanted, total);
-        const int upto = block_sum_upto(take, words, total);
-        if (take) held[j * row.stride] = correction.send(c, (int)j, place + upto - 1, row, payload, bad);
-        place += total;
     }
     if (bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
 }

@@ -37,7 +37,7 @@ from thinwire.plan.groups import Group
 from thinwire.wire.codec import Codec
 
 PIECE_THREADS = 256
-COUNT_THREADS = 512
+CHUNK_THREADS = 256
 HEADER_THREADS = 256
 MOST_AT_ONCE = 1 << 30
 """Elements of a bucket in one launch."""
@@ -139,32 +139,21 @@ class FusedTopK(PreparedKernels):
         yield self._memory_site(file, "columns_send", len(t.parts), SEND_THREADS, sent)
 
     def _giant_sites(self) -> Iterator[Site]:
-        """The steps of encode_giants.cu."""
+        """The steps that encode_giants.cu names."""
         t = self.tables.encode_giants
         if t is None:
             return
-        chunks, rows = len(t.chunks), len(t.rows)
+        file, chunks = "encode_giants.cu", len(t.chunks)
+        lists = [t.list_values, t.list_places]
+        counted = [t.giants, t.sections, t.histograms, *lists]
+        read = [BUCKET, MEMORY, PAYLOAD, t.chunks, *counted, RATIO]
+        yield self._memory_site(file, "giants_collect", chunks, CHUNK_THREADS, read)
+        decide = self._kernel("decide_giants.cu", "giants_decide")
+        known = [MEMORY, t.rows, t.chunks, t.groups, *counted, t.edges, RATIO]
+        yield Site(decide, len(t.groups), BINS, known)
+        sent = [MEMORY, PAYLOAD, t.rows, t.chunks, t.giants, t.sections, *lists, chunks]
         warps = -(-chunks // ROW_WARPS)
-        per_chunk = [t.rows, t.chunks, t.giants, t.starts]
-        file = "encode_giants.cu"
-
-        def site(name: str, blocks: int, threads: int, args: list[Any]) -> Site:
-            return Site(self._kernel(file, name), blocks, threads, args)
-
-        counted = [BUCKET, MEMORY, PAYLOAD, t.rows, t.chunks, t.giants, t.histograms, RATIO]
-        yield self._memory_site(file, "giants_count", chunks, COUNT_THREADS, counted)
-        bounded = [t.rows, t.first_chunks, t.giants, t.histograms, t.starts]
-        yield site("giants_bound", rows, BINS, bounded)
-        collected = [MEMORY, *per_chunk, t.list_bits, t.list_index]
-        yield site("giants_collect", chunks, COUNT_THREADS, collected)
-        yield site("giants_search", rows, BINS, [t.rows, t.giants, t.list_bits])
-        tallied = [*per_chunk, t.list_bits, t.tallies, chunks]
-        yield site("giants_tally", warps, WARP * ROW_WARPS, tallied)
-        yield site("giants_place", rows, BINS, [t.first_chunks, t.giants, t.tallies])
-        sent = [MEMORY, PAYLOAD, *per_chunk, t.list_bits, t.list_index, t.tallies, chunks]
         yield self._memory_site(file, "giants_send", warps, WARP * ROW_WARPS, sent)
-        left = [MEMORY, PAYLOAD, t.rows, t.giants]
-        yield self._memory_site(file, "giants_fallback", rows, BINS, left)
 
     def _header_site(self) -> Site:
         slots = len(self.codec.table.rows)

@@ -53,7 +53,8 @@ struct Momentum {
 
     __device__ __forceinline__ void put_quad(i64 at, float4 now) const {
 #if MOMENTUM
-        *reinterpret_cast<float4*>(u + at) = now;
+        // Not through u + at, of which the compiler does not see that it is aligned: it would store four times.
+        reinterpret_cast<float4*>(u)[at / 4] = now;
 #endif
     }
 

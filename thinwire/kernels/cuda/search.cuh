@@ -14,13 +14,11 @@ static __device__ __forceinline__ int block_sum_upto(int x, int* words, int& tot
     __syncthreads();
     if (lane == 31) words[warp] = x;
     __syncthreads();
-    int before = 0;
-    total = 0;
-    for (int w = 0; w < warps; ++w) {
-        if (w < warp) before += words[w];
-        total += words[w];
-    }
-    return x + before;
+    // Every warp sums up the others for itself: faster than one after the other, and no further barrier.
+    const int upto = sum_upto(lane < warps ? words[lane] : 0, lane);
+    const int before = __shfl_sync(EVERY_LANE, upto, max(warp - 1, 0));
+    total = __shfl_sync(EVERY_LANE, upto, 31);
+    return warp ? x + before : x;
 }
 
 // From the top bin down: the bin in which the count passes `keep`. Thread t has bin BINS - 1 - t; all get the answer.
@@ -37,10 +35,11 @@ static __device__ __forceinline__ void find_bin(int here, int keep, int& found, 
     __syncthreads();
 }
 
-// The pattern of the keep-th magnitude, 1 <= keep <= count, and how many exceed it; `bits_at(i)` gives the i-th magnitude.
+// The pattern of the keep-th magnitude, 1 <= keep <= count, and how many exceed it; `bits_at(i)` gives the i-th magnitude, which
+// has at most `span` bits, or less than 0 if it does not count.
 template <class BitsAt>
-static __device__ __forceinline__ int find_pattern(BitsAt bits_at, int count, int keep, int& above, u32* histogram, int* words, int* answer) {
-    int low = 0, span = 31;
+static __device__ __forceinline__ int find_pattern(BitsAt bits_at, int count, int keep, int& above, u32* histogram, int* words, int* answer, int span = 31) {
+    int low = 0;
     above = 0;
     while (span) {
         const int next = max(span - BIN_BITS, 0);

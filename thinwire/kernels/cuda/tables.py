@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.errors import ExchangeError
 from thinwire.kernels.cuda.columns import (
     BLOCK_LIST,
     ColumnLaunch,
     candidates_of,
     make_column_launch,
 )
+from thinwire.kernels.cuda.giants import GiantLaunch, make_giants
 from thinwire.plan.groups import Group
 from thinwire.select.rows import SlotRows
 from thinwire.wire.codec import FIXED_WORDS, Codec
@@ -38,16 +38,11 @@ SHORT_LENGTHS = (512, 2048)
 """Rows up to these lengths are decoded by one warp each, in as much shared memory as the longest of their launch needs."""
 BINS = 1024
 PIECE = 8192
-CHUNK = 16384
-"""Elements of a giant row that one block counts."""
+WHOLE = 5120
+"""A whole tensor of more elements is cut into chunks: many blocks share it. Then all whole tensors are: they share its launches."""
 GIANT = 1 << 18
 FEW_ROWS = 64
 """Strided rows of a slot of that many elements, if these are fewer than a GPU has processors, may be cut into chunks."""
-COLD_SHIFT = 21
-"""Bits per bin before anything is known: all exponents in 1024 bins."""
-CANDIDATES_PER_ENTRY = 3
-SPARE_CANDIDATES = 1024
-"""Room for the candidates of a giant row; a row that has more goes the slow way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,27 +67,6 @@ class TileLaunch:
     fibres: int
     rows: Tensor
     parts: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class GiantLaunch:
-    """Rows too long for one block, with the buffers that their selection works in."""
-
-    rows: Tensor
-    chunks: Tensor
-    """int64 [chunks, 2]: struct Chunk."""
-    first_chunks: Tensor
-    """int32 [rows]"""
-    giants: Tensor
-    """int32 [rows, 13]: struct Giant."""
-    histograms: Tensor
-    """int16 [chunks, bins]"""
-    starts: Tensor
-    """int32 [chunks]: where each chunk's candidates begin."""
-    list_bits: Tensor
-    list_index: Tensor
-    tallies: Tensor
-    """int32 [chunks, 2]"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,8 +122,9 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     giants: list[tuple[SlotRows, Tensor]] = []
     short: dict[int, list[Tensor]] = {}
     pieces: dict[int, list[tuple[Tensor, int]]] = {}
+    cut_whole = any(rows.count == 1 and rows.length > WHOLE for rows in codec.table.rows)
     for rows, table in zip(codec.table.rows, described, strict=True):
-        if is_giant(rows):
+        if is_giant(rows) or (cut_whole and rows.count == 1):
             giants.append((rows, table))
         elif is_contiguous(rows):
             shape = register_shape(rows.length)
@@ -237,39 +212,6 @@ def make_row_launch(
 
 def no_guesses(tables: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.zeros(sum(map(len, tables)), dtype=torch.int32, device=device)
-
-
-def make_giants(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) -> GiantLaunch:
-    """Chunks of every row, and room for its candidates."""
-    chunk_parts, first_chunks, giants = [], [], []
-    chunks, listed, number = 0, 0, 0
-    for rows, _ in slots:
-        starts = torch.arange(0, rows.length, CHUNK)
-        capacity = min(rows.length, CANDIDATES_PER_ENTRY * rows.keep + SPARE_CANDIDATES)
-        for _ in range(rows.count):
-            chunk_parts.append(
-                torch.stack([number | torch.full_like(starts, chunks) << 32, starts], 1)
-            )
-            first_chunks.append(chunks)
-            giants.append([len(starts), listed, capacity, 0, COLD_SHIFT, *[0] * 8])
-            number, chunks, listed = number + 1, chunks + len(starts), listed + capacity
-    if listed >= 1 << 31:
-        raise ExchangeError(f"a bucket's candidates ({listed}) do not fit 31-bit places")
-
-    def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    return GiantLaunch(
-        rows=torch.cat([table for _, table in slots]).to(device),
-        chunks=torch.cat(chunk_parts).to(device),
-        first_chunks=torch.tensor(first_chunks, dtype=torch.int32).to(device),
-        giants=torch.tensor(giants, dtype=torch.int32).to(device),
-        histograms=room(chunks, BINS, dtype=torch.int16),
-        starts=room(chunks),
-        list_bits=room(listed),
-        list_index=room(listed),
-        tallies=room(chunks, 2),
-    )
 
 
 def describe_rows(group: Group, codec: Codec) -> list[Tensor]:
