@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,9 +41,12 @@ MOST_MIXTURES = 16
 """Tables kept per group. Slots that change modes one by one make new mixtures for as long as training lasts."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class BucketStep:
-    """One group in one step, still in its bucket and not yet looked at."""
+    """One group in one step, still in its bucket and not yet looked at.
+
+    Nobody changes it. A frozen one takes three times as long to make, in every step of every bucket.
+    """
 
     group: Group
     bucket_flat: Tensor
@@ -55,6 +59,10 @@ class BucketStep:
     deterministic: bool
     company: float = 0.0
     """Bytes of this rank's payloads of the same bucket that are gathered."""
+    beside: Group | None = None
+    """The only other group of the same bucket, in every step, if it is a dense one that would like to be carried along."""
+    carrier: Opened | None = None
+    """Who carries this group along: nothing is left to do for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +79,9 @@ class GroupStep:
     deterministic: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Opened:
-    """A group on its way: run `program`, then settle `account`."""
+    """A group on its way: run `program`, then settle `account`. As with `BucketStep`, nobody changes it."""
 
     program: Program[Outcome]
     account: Account | None
@@ -85,6 +93,12 @@ class Opened:
     """False where every element travels; such slots do not count towards the realised density."""
     gathered: bool = False
     """Whether its first request is an all-gather that others can share."""
+    carries: Tensor | None = None
+    """bool []: whether something was wrong, in this group or in the one `beside` it; None = it carries none."""
+
+    @cached_property
+    def nbytes(self) -> float:
+        return sum(self.slot_bytes)
 
 
 class Compressor(ABC):
@@ -126,19 +140,33 @@ class DenseCompressor(Compressor):
         self.wire_dtype = wire_dtype
         self._never: dict[torch.device, Tensor] = {}
         self._kernels: WeakKeyDictionary[Group, FusedDense] = WeakKeyDictionary()
+        self._shares: WeakKeyDictionary[Group, tuple[float, list[float], list[int]]] = (
+            WeakKeyDictionary()
+        )
+
+    def can_be_carried(self, group: Group, dtype: torch.dtype) -> bool:
+        """Whether kernels of another group may take this one's gradients, of that dtype, along."""
+        return self._is_plain(dtype) and has_kernels(group.device)
+
+    def _is_plain(self, dtype: torch.dtype) -> bool:
+        float32 = self.wire_dtype in (None, torch.float32) and dtype == torch.float32
+        return float32 and type(self) is DenseCompressor
 
     def open_fused(self, step: BucketStep) -> Opened | None:
         """Nobody has to look first: what is not finite travels by the sum, and every rank sees it there."""
         if type(self) is not DenseCompressor:
             return None
-        plain = self.wire_dtype in (None, torch.float32) and step.bucket_flat.dtype == torch.float32
-        if plain and SMALL_BESIDE * 4 * step.group.numel <= step.company:
+        plain = self._is_plain(step.bucket_flat.dtype)
+        if plain and is_small_beside(step.group, step.company):
             return self._open_beside(step)
         sums = step.place.world > 1 and not step.deterministic
         if plain and sums and has_kernels(step.group.device):
-            kernels = self._find_kernels(step)
-            request = AllReduce(kernels.send(step.bucket_flat).view(torch.float32), "dense")
-            program = self._run_kernels(kernels, request, step.bucket_flat)
+            if step.carrier is not None:
+                program = self._be_carried(step.bucket_flat, step.carrier)
+            else:
+                kernels = self._find_kernels(step)
+                request = AllReduce(kernels.send(step.bucket_flat).view(torch.float32), "dense")
+                program = self._run_kernels(kernels, request, step.bucket_flat)
             return self._described(program, step.group, step.place, torch.float32)
         gradients = step.group.pieces(step.bucket_flat)
         return self._opened(step.group, gradients, None, step.place, step.deterministic)
@@ -150,15 +178,30 @@ class DenseCompressor(Compressor):
 
     def _open_beside(self, step: BucketStep) -> Opened:
         group, place = step.group, step.place
-        if has_kernels(group.device):
+        if step.carrier is not None:
+            program = self._be_carried(step.bucket_flat, step.carrier)
+        elif has_kernels(group.device):
             kernels = self._find_kernels(step)
             request = AllGather(kernels.send(step.bucket_flat), "dense", apart=True)
             program = self._run_kernels(kernels, request, step.bucket_flat)
         else:
             program = self._gather(group, group.pieces(step.bucket_flat), place)
-        entries = [slot.numel for slot in group.slots]
-        slot_bytes = [4.0 * (place.world - 1) * n for n in entries]
-        return Opened(program, None, slot_bytes, entries, compressed=False, gathered=True)
+        shares = self._share(group, 4.0 * (place.world - 1))
+        return Opened(program, None, *shares, compressed=False, gathered=True)
+
+    def _share(self, group: Group, per_element: float) -> tuple[list[float], list[int]]:
+        """(bytes, entries) of every slot; the same in every step."""
+        known = self._shares.get(group)
+        if known is None or known[0] != per_element:
+            entries = [slot.numel for slot in group.slots]
+            known = self._shares[group] = (per_element, [per_element * n for n in entries], entries)
+        return known[1:]
+
+    def _be_carried(self, bucket_flat: Tensor, carrier: Opened) -> Program[Outcome]:
+        """What the carrier's program does in its first round is all there is to do."""
+        yield from ()
+        assert carrier.carries is not None
+        return Outcome(bucket_flat, carrier.carries, delivered=True)
 
     def _run_kernels(
         self, kernels: FusedDense, request: Request, bucket_flat: Tensor
@@ -201,9 +244,8 @@ class DenseCompressor(Compressor):
     def _described(
         self, program: Program[Outcome], group: Group, place: Place, dtype: torch.dtype
     ) -> Opened:
-        share = 2 * (place.world - 1) / place.world * dtype.itemsize
-        entries = [slot.numel for slot in group.slots]
-        return Opened(program, None, [share * n for n in entries], entries, compressed=False)
+        shares = self._share(group, 2 * (place.world - 1) / place.world * dtype.itemsize)
+        return Opened(program, None, *shares, compressed=False)
 
     def _run(
         self,
@@ -229,6 +271,11 @@ class DenseCompressor(Compressor):
         return self._never[device]
 
 
+def is_small_beside(group: Group, company: float) -> bool:
+    """Whether a group of float32 slots is gathered with payloads of `company` bytes."""
+    return SMALL_BESIDE * 4 * group.numel <= company
+
+
 class SparseCompressor(Compressor):
     """memory -> select -> wire -> exchange."""
 
@@ -249,8 +296,11 @@ class SparseCompressor(Compressor):
         """By the modes of the group's slots, those used last at the end."""
         self._fused = FusedTurns(self.session, self.memory, self.exchange.exchange)
         self._known_shares: dict[Codec, tuple[list[float], list[int] | None]] = {}
+        self._has_modes = type(self.session).mode is not Session.mode
 
     def _modes(self, group: Group, steps: Sequence[int]) -> tuple[Hashable, ...]:
+        if not self._has_modes:
+            return (None,) * len(group.slots)
         return tuple(
             self.session.mode(slot.name, count)
             for slot, count in zip(group.slots, steps, strict=True)
@@ -259,14 +309,22 @@ class SparseCompressor(Compressor):
     def open_fused(self, step: BucketStep) -> Opened | None:
         modes = self._modes(step.group, step.steps)
         codec = self._codec(step.group, modes)
+        shares = self._shares(codec, modes, step.place)
+        beside, summed = step.beside, False
+        if beside is not None:
+            company = sum(shares[0]) / max(1, step.place.world - 1)
+            summed = not is_small_beside(beside, company)
+            # Where bits must not depend on the bucketing it is not summed as one buffer.
+            if summed and (step.deterministic or step.place.world == 1):
+                beside = None
         opened = self._fused.open(
-            step.group, codec, modes, step.bucket_flat, step.scale, step.place
+            step.group, codec, modes, step.bucket_flat, step.scale, step.place, beside, summed
         )
         if opened is None:
             return None
         account, program = opened
-        shares = self._shares(codec, modes, step.place)
-        return Opened(program, account, *shares, gathered=True)
+        carries = account.kernels.wrong if account.kernels.before else None
+        return Opened(program, account, *shares, gathered=True, carries=carries)
 
     def open(self, step: GroupStep) -> Opened:
         modes = self._modes(step.group, step.steps)

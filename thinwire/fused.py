@@ -6,7 +6,7 @@ kernels know.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from thinwire.exchange import requests
 from thinwire.exchange.base import Exchange, Outcome
 from thinwire.exchange.gather import AllGatherFast
 from thinwire.exchange.requests import Place, Program
-from thinwire.kernels.cuda.fused import Correction, FusedTopK
+from thinwire.kernels.cuda.fused import Book, Correction, FusedTopK
 from thinwire.kernels.cuda.launch import has_kernels
 from thinwire.kernels.cuda.prepared import FLOAT_CODES, PreparedKernels
 from thinwire.memory.account import Account
@@ -60,21 +60,28 @@ def knows_memory(memory: MemoryState) -> bool:
 
 
 def make_kernels(
-    memory: MemoryState, group: Group, codec: Codec, gradient_dtype: torch.dtype, world: int
+    memory: MemoryState,
+    group: Group,
+    codec: Codec,
+    gradient_dtype: torch.dtype,
+    world: int,
+    beside: Group | None,
+    summed: bool,
 ) -> FusedTopK:
-    """The kernels for parts that `can_fuse`."""
+    """The kernels for parts that `can_fuse`; `beside` is a dense group of the same bucket that they carry along."""
     correction = None
     if isinstance(memory, MomentumState):
         setting = memory.setting
         assert setting.momentum is not None
         correction = Correction(setting.momentum, bool(setting.nesterov), setting.masking)
-    return FusedTopK(group, codec, gradient_dtype, world, correction)
+    return FusedTopK(group, codec, gradient_dtype, world, correction, beside, summed)
 
 
 class FusedAccount(Account):
-    """What was sent is known by its payload alone; taking it back costs a look at a flag unless it has to be done.
+    """What was sent is known by its payload alone; taking it back costs a look at two flags unless it has to be done.
 
-    A narrow memory is packed as soon as the exchange has ended, and again after what was taken back.
+    Entries of slots that no rank had a gradient for return at `settle` with the others that may have to. A narrow memory is
+    packed as soon as the exchange has ended, so that they return before, and again after what was taken back.
     """
 
     def __init__(
@@ -82,18 +89,46 @@ class FusedAccount(Account):
         c: Tensor,
         bindings: Sequence[Binding],
         kernels: PreparedKernels,
-        payload: Tensor,
+        sent: Tensor,
         momentum: Sequence[Tensor] = (),
     ) -> None:
         super().__init__(c)
         self.bindings = bindings
         """Of c and, if there is one, of the momentum."""
         self.kernels = kernels
-        self.payload = payload
+        self.sent = sent
+        """The buffer that the payload is in."""
         self.momentum = momentum
         """What the kernels were told of a momentum, if there is one."""
         self.used: Tensor | None = None
         """uint8 [slots], once the headers of all ranks are there."""
+        self._unused: Tensor = kernels.never
+        """bool []: entries of slots without a gradient have to return."""
+
+    @property
+    def payload(self) -> Tensor:
+        return self.kernels.payload(self.sent)
+
+    def arrive(self) -> None:
+        """The headers of all ranks have been read, and the exchange has ended."""
+        self.used, self._unused = self.kernels.used, self.kernels.unused
+        if self.c is not self.bindings[0].flat:
+            self._return_unused()
+            self.rest()
+
+    def book(self) -> Book | None:
+        """What the verdict may make return, if that is all it does; None if `settle` has more to do."""
+        plain = self.c is self.bindings[0].flat and self.c.numel()
+        if not plain or self._verdict is not None or self._rounding is not None:
+            return None
+        if not isinstance(self.kernels, FusedTopK):
+            return None
+        used = self.kernels.every_slot if self.used is None else self.used
+        return self.kernels.book(self.c, self.sent, used, self._unused)
+
+    def note(self, bad: Tensor) -> None:
+        """What was in the `book` has returned if it had to."""
+        self._verdict, self._unused = bad, self.kernels.never
 
     def settle(self, bad: Tensor) -> None:
         turned = bad if self._verdict is None else bad & ~self._verdict
@@ -103,7 +138,8 @@ class FusedAccount(Account):
         flag = turned if resting and self._rounding is None else None
         if resting:
             self._take([binding.lift(flag) for binding in self.bindings])
-        self.kernels.give_back(self.c, self.payload, used, turned, True, self.momentum)
+        self.kernels.give_back(self.c, self.sent, used, turned, self._unused, self.momentum)
+        self._unused = self.kernels.never
         if self._rounding is None:
             self._verdict = bad
         else:
@@ -120,14 +156,39 @@ class FusedAccount(Account):
         self.c = flats[0]
         self.momentum = [*flats[1:], *self.momentum[1:]]
 
+    def _return_unused(self) -> None:
+        kernels, used = self.kernels, self.kernels.used
+        kernels.give_back(self.c, self.sent, used, kernels.never, self._unused, self.momentum)
+        self._unused = kernels.never
+
     def accepted(self) -> Tensor:
         codec = self.kernels.codec
         positions, values = codec.decode(self.payload)
         if self.used is not None:
+            # So that c and what was accepted are together what memory handed out.
+            self._return_unused()
             taken = self.used[codec.table.entry_slots(values.device).long()].bool()
             values = torch.where(taken, values, 0.0)
         total = torch.zeros(self.kernels.group.numel, dtype=self.c.dtype, device=values.device)
         return total.index_add_(0, positions, values.to(total.dtype))
+
+
+def settle_all(accounts: Sequence[Account], bad: Tensor) -> None:
+    """Apply a step's verdict to all accounts: a launch for each would cost the host more than the kernels cost the device."""
+    together: dict[Hashable, list[tuple[FusedAccount, Book]]] = {}
+    for account in accounts:
+        book = account.book() if type(account) is FusedAccount else None
+        if book is None:
+            account.settle(bad)
+        else:
+            assert isinstance(account, FusedAccount) and isinstance(account.kernels, FusedTopK)
+            together.setdefault(account.kernels.format, []).append((account, book))
+    for members in together.values():
+        first = members[0][0].kernels
+        assert isinstance(first, FusedTopK)
+        first.give_back_all([book for _, book in members], bad)
+        for account, _ in members:
+            account.note(bad)
 
 
 def open_fused(
@@ -146,8 +207,8 @@ def open_fused(
         bindings.append(u)
         momentum = kernels.open_momentum(u.lift(), u.retarget(scale))
     c = bindings[0].lift()
-    payload = kernels.encode(bucket_flat, c, bindings[0].retarget(scale), momentum)
-    account = FusedAccount(c, bindings, kernels, payload, momentum)
+    sent = kernels.encode(bucket_flat, c, bindings[0].retarget(scale), momentum)
+    account = FusedAccount(c, bindings, kernels, sent, momentum)
     return account, _exchange(kernels, account, bucket_flat, place)
 
 
@@ -155,20 +216,23 @@ def _exchange(
     kernels: PreparedKernels, account: FusedAccount, bucket_flat: Tensor, place: Place
 ) -> Program[Outcome]:
     """AllGatherFast's steps 2 to 4; slots no rank had a gradient for get no update and their entries return to memory."""
-    if place.world > 1:
-        request = requests.AllGather(
-            account.payload, "sparse", kernels.codec.control_bytes, apart=True
-        )
-        (gathered,) = yield (request,)
-    else:
-        gathered = account.payload[None]
     out = bucket_flat
     if not kernels.into_bucket:
         out = torch.zeros(kernels.group.numel, dtype=torch.float32, device=bucket_flat.device)
-    kernels.decode(gathered, out)
-    account.used = kernels.used
-    kernels.give_back(
-        account.c, account.payload, kernels.used, kernels.unused, False, account.momentum
-    )
-    account.rest()
+    sent, control = account.sent, kernels.codec.control_bytes
+    if place.world == 1:
+        kernels.decode(sent[None], out)
+    elif kernels.summed:
+        dense = sent[: kernels.before].view(torch.float32)
+        payload = kernels.payload(sent)
+        sums, gathered = yield (
+            requests.AllReduce(dense, "dense"),
+            requests.AllGather(payload, "sparse", control, apart=True),
+        )
+        kernels.decode(gathered, out, sums)
+    else:
+        phase = "dense+sparse" if kernels.before else "sparse"
+        (gathered,) = yield (requests.AllGather(sent, phase, control, apart=True),)
+        kernels.decode(gathered, out)
+    account.arrive()
     return Outcome(out, kernels.wrong, delivered=kernels.into_bucket)

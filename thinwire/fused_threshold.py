@@ -147,10 +147,17 @@ class FusedTurns:
         bucket_flat: Tensor,
         scale: Tensor | None,
         place: Place,
+        beside: Group | None = None,
+        summed: bool = False,
     ) -> tuple[FusedAccount, Program[Outcome]] | None:
-        """Select and encode now; the program does the rest. None where no kernels do what the parts do."""
+        """Select and encode now; the program does the rest. None where no kernels do what the parts do.
+
+        `beside`: a dense group that is always in the same bucket, to be gathered with the payload or `summed`; kernels that can
+        carry it along.
+        """
         if codec not in self._kernels:
-            self._kernels[codec] = self._make(group, codec, modes, bucket_flat, place.world)
+            parts = (group, codec, modes, bucket_flat, place.world)
+            self._kernels[codec] = self._make(*parts, beside, summed)
         kernels = self._kernels[codec]
         if isinstance(kernels, FusedTopK):
             return open_fused(kernels, self.memory, bucket_flat, scale, place)
@@ -170,6 +177,8 @@ class FusedTurns:
         modes: Sequence[Hashable],
         bucket_flat: Tensor,
         world: int,
+        beside: Group | None,
+        summed: bool,
     ) -> FusedTopK | FusedThreshold | None:
         parts = (self.memory, self.exchange, codec, bucket_flat)
         dtype = bucket_flat.dtype
@@ -177,7 +186,7 @@ class FusedTurns:
             return self._make_threshold(group, codec, modes, dtype, world)
         # The kernels of exact top-k know no selection notes.
         if codec.note_words == 0 and can_fuse(exact_turn(self.session, modes), *parts):
-            return make_kernels(self.memory, group, codec, dtype, world)
+            return make_kernels(self.memory, group, codec, dtype, world, beside, summed)
         return None
 
     def _make_threshold(

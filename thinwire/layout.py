@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class Slot:
     kind: SlotKind
     shard: Shard
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -120,7 +121,7 @@ class ParameterInfo:
     kind: SlotKind
     module_type: type | None = field(compare=False, default=None)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 

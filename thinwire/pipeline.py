@@ -34,8 +34,8 @@ from thinwire.exchange.base import Outcome
 from thinwire.exchange.drivers import Driver, fail
 from thinwire.exchange.fused import fuse_requests
 from thinwire.exchange.requests import Program, together
-from thinwire.fused import FusedAccount
-from thinwire.kernels.inspection import any_of, inspect, is_any_non_finite, poison_if
+from thinwire.fused import FusedAccount, settle_all
+from thinwire.kernels.inspection import any_of, inspect, is_any_non_finite, prepare_poison
 from thinwire.layout import Bucket, BucketLayout
 from thinwire.memory.account import Account
 from thinwire.methods.base import SparseMethod
@@ -44,7 +44,7 @@ from thinwire.observe.stations import ENCODE, station
 from thinwire.observe.stats import Tally
 from thinwire.plan.groups import Group
 from thinwire.plan.policy import SlotPlan
-from thinwire.roster import Roster
+from thinwire.roster import Assignment, Roster
 
 
 @dataclass
@@ -60,6 +60,23 @@ class StepBook:
     """One verdict per bucket that came to its end."""
     settled: bool = False
     """Whether the verdict has been applied; the next bucket then begins a new step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """What is the same in every step of one bucket layout."""
+
+    names: frozenset[str]
+    assignments: Sequence[Assignment]
+    """Of all its parameters."""
+    compressors: Sequence[Compressor]
+    groups: Sequence[Group]
+    """One per compressor, dense first."""
+    members: Sequence[Sequence[Assignment]]
+    """The assignments of each group."""
+    beside: Group | None
+    """The dense one of two groups, if the other's kernels may carry it along."""
+    poison: Callable[[Tensor, Tensor], None]
 
 
 class Pipeline:
@@ -90,6 +107,7 @@ class Pipeline:
         self.step = 0
         """Synchronising backward passes begun so far."""
         self._groups: dict[BucketLayout, list[tuple[Compressor, Group]]] = {}
+        self._routes: dict[BucketLayout, Route] = {}
         self._book = StepBook()
 
     # -- one bucket -------------------------------------------------------------------------------------------
@@ -133,59 +151,75 @@ class Pipeline:
 
     def _open(self, bucket: Bucket) -> tuple[Program[Tensor], float]:
         """(what is left to do, bytes this rank sends in it)."""
-        names = [slot.name for slot in bucket.layout.slots]
-        if self._book.settled or not self._book.seen.isdisjoint(names):
+        book, layout = self._book, bucket.layout
+        known = self._routes.get(layout)
+        names = [slot.name for slot in layout.slots] if known is None else known.names
+        if book.settled or not book.seen.isdisjoint(names):
             self.end_step()
         if not self._book.seen:
             self._follow_schedule(self.step)
             self.step += 1
             self.tally.steps += 1
-        self._book.seen.update(names)
-        self._book.buckets += 1
-        groups = self._groups_of(bucket.layout)
+        # The end of a step, and the schedule, may have changed who compresses what.
+        book, route = self._book, self._route(layout)
+        book.seen.update(route.names)
+        book.buckets += 1
+        opened = self._open_groups(route, bucket, book)
+        for assignment in route.assignments:
+            assignment.steps += 1
+        self.tally.add_bucket(layout, route.groups, opened, self.driver.place)
+        nbytes = sum(one.nbytes for one in opened)
+        return self._finish(bucket, route, opened, book), nbytes
+
+    def _open_groups(self, route: Route, bucket: Bucket, book: StepBook) -> list[Opened]:
+        """Dense ones, which come first, are opened last: they may travel with what the others gather."""
         opened: list[Opened] = []
-        # Dense ones, which come first, are opened last: they may travel with what the others gather.
-        for compressor, group in reversed(groups):
-            company = sum(sum(o.slot_bytes) for o in opened if o.gathered)
-            one = self._open_group(compressor, group, bucket, company)
+        scale, company = self.scale(), 0.0
+        carrier: Opened | None = None
+        for which in reversed(range(len(route.groups))):
+            step = BucketStep(
+                group=route.groups[which],
+                bucket_flat=bucket.flat,
+                steps=[assignment.steps for assignment in route.members[which]],
+                scale=scale,
+                place=self.driver.place,
+                deterministic=self.deterministic,
+                company=company / max(1, self.driver.place.world - 1),
+                beside=route.beside,
+                carrier=carrier,
+            )
+            one = self._open_group(route.compressors[which], step)
             opened.insert(0, one)
             # At once: if another group cannot be opened, what this one took out of memory has to return.
             if one.account is not None:
-                self._book.accounts.append(one.account)
-                self._book.groups.append(group)
-        for assignment in (self.roster.assignments[name] for name in names):
-            assignment.steps += 1
-        self.tally.add_bucket(bucket.layout, [g for _, g in groups], opened, self.driver.place)
-        nbytes = sum(sum(one.slot_bytes) for one in opened)
-        return self._finish(bucket, [group for _, group in groups], opened, self._book), nbytes
+                book.accounts.append(one.account)
+                book.groups.append(step.group)
+            if one.gathered:
+                company += one.nbytes
+            if one.carries is not None:
+                carrier = one
+        return opened
 
-    def _open_group(
-        self, compressor: Compressor, group: Group, bucket: Bucket, company: float
-    ) -> Opened:
-        raw = BucketStep(
-            group=group,
-            bucket_flat=bucket.flat,
-            steps=[self.roster.assignments[slot.name].steps for slot in group.slots],
-            scale=self.scale(),
-            place=self.driver.place,
-            deterministic=self.deterministic,
-            company=company / max(1, self.driver.place.world - 1),
-        )
+    def _open_group(self, compressor: Compressor, raw: BucketStep) -> Opened:
         fused = compressor.open_fused(raw)
         if fused is not None:
             return fused
-        flags, finite = inspect(group, bucket.flat)
-        step = GroupStep(group, finite, flags, raw.steps, raw.scale, raw.place, raw.deterministic)
+        flags, finite = inspect(raw.group, raw.bucket_flat)
+        step = GroupStep(
+            raw.group, finite, flags, raw.steps, raw.scale, raw.place, raw.deterministic
+        )
         return compressor.open(step)
 
     def _finish(
-        self, bucket: Bucket, groups: Sequence[Group], opened: Sequence[Opened], book: StepBook
+        self, bucket: Bucket, route: Route, opened: Sequence[Opened], book: StepBook
     ) -> Program[Tensor]:
         side_by_side = together([o.program for o in opened])
         outcomes: list[Outcome] = yield from fuse_requests(side_by_side)
         verdicts: list[Tensor] = []
-        for group, one, outcome in zip(groups, opened, outcomes, strict=True):
-            verdicts.append(outcome.non_finite)
+        for group, one, outcome in zip(route.groups, opened, outcomes, strict=True):
+            # A group that was carried along has its carrier's flag.
+            if not any(outcome.non_finite is other for other in verdicts):
+                verdicts.append(outcome.non_finite)
             if not outcome.delivered:
                 group.deliver(outcome.update, bucket.flat)
                 if one.account is not None and bucket.flat.dtype != outcome.update.dtype:
@@ -197,7 +231,7 @@ class Pipeline:
             elif one.entries is None and outcome.header is not None:
                 self.tally.add_counts(group, outcome.header.counts[self.driver.place.rank])
         bad = any_of(verdicts)
-        poison_if(bad, bucket.flat)
+        route.poison(bucket.flat, bad)
         book.bad.append(bad)
         return bucket.flat
 
@@ -221,8 +255,7 @@ class Pipeline:
             bad = torch.ones((), dtype=torch.bool, device=self.device)
         else:
             bad = any_of(book.bad)
-        for account in book.accounts:
-            account.settle(bad)
+        settle_all(book.accounts, bad)
 
     def dimensions(self) -> dict[str, DimensionStats]:
         """Which rows the last step left out, for the parameters a sparse method has."""
@@ -277,6 +310,27 @@ class Pipeline:
         if plan is not None:
             self.switch(plan)
 
+    def _route(self, layout: BucketLayout) -> Route:
+        if layout not in self._routes:
+            groups = self._groups_of(layout)
+            assignments = self.roster.assignments
+            first, dense = groups[0] if len(groups) == 2 else (None, None)
+            carried = (
+                dense is not None
+                and isinstance(first, DenseCompressor)
+                and first.can_be_carried(dense, layout.dtype)
+            )
+            self._routes[layout] = Route(
+                names=frozenset(slot.name for slot in layout.slots),
+                assignments=[assignments[slot.name] for slot in layout.slots],
+                compressors=[compressor for compressor, _ in groups],
+                groups=[group for _, group in groups],
+                members=[[assignments[slot.name] for slot in group.slots] for _, group in groups],
+                beside=dense if carried else None,
+                poison=prepare_poison(layout),
+            )
+        return self._routes[layout]
+
     def _groups_of(self, layout: BucketLayout) -> list[tuple[Compressor, Group]]:
         """Cut a bucket into one group per compressor, dense first: it needs no encoding and can leave at once."""
         if layout not in self._groups:
@@ -307,6 +361,7 @@ class Pipeline:
 
     def _drop_groups(self, layouts: Sequence[BucketLayout]) -> None:
         for layout in layouts:
+            self._routes.pop(layout, None)
             for compressor, group in self._groups.pop(layout):
                 if isinstance(compressor, SparseCompressor):
                     compressor.forget_group(group)

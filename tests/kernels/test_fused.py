@@ -11,7 +11,7 @@ import thinwire as tw
 from tests.contracts.cluster import Cluster
 from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
 from thinwire import compressor, fused
-from thinwire.compressor import DenseCompressor
+from thinwire.compressor import DenseCompressor, SparseCompressor
 from thinwire.fused import FusedAccount
 from thinwire.kernels import inspection
 from thinwire.kernels.cuda import tables
@@ -49,13 +49,23 @@ def kernels(monkeypatch):
 
 
 def compare(
-    kernels, method, gradients_of, *, steps=3, world=2, shapes=SHAPES, discard=(), **options
+    kernels,
+    method,
+    gradients_of,
+    *,
+    steps=3,
+    world=2,
+    shapes=SHAPES,
+    discard=(),
+    buckets=None,
+    **options,
 ):
     """Run the same steps with and without kernels; every bit of update, residual and momentum must agree."""
     clusters = []
     for on in (True, False):
         kernels(on)
         clusters.append(Cluster(world, method, shapes=shapes, **options))
+        clusters[-1].buckets = buckets or clusters[-1].buckets
         results = []
         for count in range(steps):
             gradients = gradients_of(clusters[-1], count)
@@ -390,26 +400,29 @@ def test_small_dense_tensors_travel_beside_the_payload(kernels, gradients_of):
     shapes = {"large": (64, 160), "bias": (64,), "scalar": (), "norm": (7,), "other": (96, 160)}
     method = tw.ADTopK(density=0.05)
     fast, _ = compare(kernels, method, gradients_of, shapes=shapes, world=3)
-    assert len(find_dense(fast)._kernels) == 1
+    assert [kernels.summed for kernels in find_carriers(fast)] == [False]
     sent = fast.pipelines[0].tally.parameters["bias"].wire_bytes
     assert sent == 3 * 2 * 4 * 64, "3 steps, P-1 per float"
 
 
-def find_dense(cluster) -> DenseCompressor:
-    (dense,) = (
-        one
-        for groups in cluster.pipelines[0]._groups.values()
-        for one, _ in groups
-        if isinstance(one, DenseCompressor)
-    )
-    return dense
+def find_carriers(cluster) -> list[FusedTopK]:
+    """The kernels that carry dense tensors along on rank 0; there are none for those alone."""
+    members = {one for groups in cluster.pipelines[0]._groups.values() for one, _ in groups}
+    assert not any(len(one._kernels) for one in members if isinstance(one, DenseCompressor))
+    made = [
+        kernels
+        for one in members
+        if isinstance(one, SparseCompressor)
+        for kernels in one._fused._kernels.values()
+    ]
+    return [kernels for kernels in made if kernels.before]
 
 
 @pytest.mark.parametrize("gradients_of", [random, lambda cluster, count: spoiled(cluster, count)])
-def test_larger_dense_tensors_are_summed_between_two_kernels(kernels, gradients_of):
+def test_larger_dense_tensors_are_summed_by_themselves(kernels, gradients_of):
     shapes = {"large": (64, 160), "bias": (9000,), "norm": (7,)}
     fast, _ = compare(kernels, tw.ADTopK(density=0.05), gradients_of, shapes=shapes, world=3)
-    assert len(find_dense(fast)._kernels) == 1
+    assert [kernels.summed for kernels in find_carriers(fast)] == [True]
     sent = fast.pipelines[0].tally.parameters["bias"].wire_bytes
     assert sent == 3 * 2 * 2 / 3 * 4 * 9000, "3 steps, 2 (P-1) / P per float"
 

@@ -30,6 +30,9 @@ def fuse_requests(program: Program[T]) -> Program[T]:
     try:
         batch = next(program)
         while True:
+            if len(batch) == 1:
+                batch = program.send((yield batch))
+                continue
             fused = FusedBatch.of(batch)
             replies = yield fused.requests
             batch = program.send(fused.split(replies))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cuda.fused import look, poison
+from thinwire.kernels.cuda.fused import Poison, look
 from thinwire.kernels.cuda.launch import has_kernels
 from thinwire.kernels.cuda.prepared import FLOAT_CODES
 from thinwire.kernels.exact_topk import has_triton
+from thinwire.layout import BucketLayout
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Flags
 
@@ -54,11 +55,15 @@ def any_of(flags: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(flags)).any()
 
 
-def poison_if(bad: Tensor, flat: Tensor) -> None:
-    """Not-a-number everywhere if `bad`, so that every rank skips the step."""
-    if flat.dtype in FLOAT_CODES and has_kernels(flat.device):
-        poison(flat, bad)
-    elif flat.device.type != "cpu" or bool(bad):
+def prepare_poison(layout: BucketLayout) -> Callable[[Tensor, Tensor], None]:
+    """What makes a bucket of this layout not-a-number everywhere if a flag (bool []) is up, so that every rank skips the step."""
+    if layout.dtype in FLOAT_CODES and has_kernels(layout.device):
+        return Poison(layout.numel, layout.dtype)
+    return poison_in_torch
+
+
+def poison_in_torch(flat: Tensor, bad: Tensor) -> None:
+    if flat.device.type != "cpu" or bool(bad):
         flat.add_(torch.where(bad, torch.nan, 0.0).to(flat.dtype))
 
 

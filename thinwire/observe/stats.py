@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from thinwire.compressor import Opened
 from thinwire.exchange.requests import Place
-from thinwire.layout import BucketLayout
+from thinwire.layout import BucketLayout, Slot
 from thinwire.observe.dimensions import DimensionStats
 from thinwire.observe.ledger import Ledger
 from thinwire.observe.sums import DeviceSums
@@ -69,13 +70,33 @@ class Stats:
         return self.dense_bytes / self.counted_steps if self.counted_steps else 0.0
 
 
+@dataclass(eq=False)
+class Repeated:
+    """What a group sent, the same in `times` steps."""
+
+    slots: Sequence[Slot]
+    dense_share: float
+    """Bytes per element that DDP's own all-reduce would have sent."""
+    slot_bytes: Sequence[float]
+    entries: Sequence[int] | None
+    compressed: bool
+    times: int = 0
+
+
+MOST_REPEATED = 4096
+"""Descriptions that are kept before they are added up; a method that makes new ones in every step would pile them up."""
+
+
 class Tally:
     """Adds up what passes through the pipeline."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.steps = 0
-        self.parameters: dict[str, ParameterStats] = {}
+        self._parameters: dict[str, ParameterStats] = {}
+        self._lock = threading.Lock()
+        self._repeated: dict[tuple[int, ...], Repeated] = {}
+        """By the identities of what they hold, counted by the thread that encodes and added up by whoever asks. A step adds a number to each; slot by slot it is counted when somebody asks."""
         self._uncounted: DeviceSums[tuple[str, ...]] = DeviceSums()
         """Entry counts by the names of a group: the groups themselves change with every bucketing and density, and
         would pile up."""
@@ -86,16 +107,36 @@ class Tally:
         """Host-side counts, known before anything travels."""
         dense_share = 2 * (place.world - 1) / place.world * layout.dtype.itemsize
         for group, one in zip(groups, opened, strict=True):
-            for which, slot in enumerate(group.slots):
-                row = self.parameters.setdefault(slot.name, ParameterStats())
-                entries = one.entries[which] if one.entries is not None else 0
-                row.exchanges += 1
-                row.elements += slot.numel
+            key = (id(group.slots), id(one.slot_bytes), id(one.entries), one.compressed)
+            with self._lock:
+                if key not in self._repeated:
+                    self._repeated[key] = Repeated(
+                        group.slots, dense_share, one.slot_bytes, one.entries, one.compressed
+                    )
+                self._repeated[key].times += 1
+        if len(self._repeated) > MOST_REPEATED:
+            self._add_up()
+
+    @property
+    def parameters(self) -> dict[str, ParameterStats]:
+        """Totals by name."""
+        self._add_up()
+        return self._parameters
+
+    def _add_up(self) -> None:
+        with self._lock:
+            repeated, self._repeated = self._repeated, {}
+        for one in repeated.values():
+            for which, slot in enumerate(one.slots):
+                row = self._parameters.setdefault(slot.name, ParameterStats())
+                entries = one.times * one.entries[which] if one.entries is not None else 0
+                row.exchanges += one.times
+                row.elements += one.times * slot.numel
                 row.entries += entries
-                row.dense_bytes += dense_share * slot.numel
-                row.wire_bytes += one.slot_bytes[which]
+                row.dense_bytes += one.times * one.dense_share * slot.numel
+                row.wire_bytes += one.times * one.slot_bytes[which]
                 if one.compressed:
-                    row.compressed_elements += slot.numel
+                    row.compressed_elements += one.times * slot.numel
                     row.compressed_entries += entries
 
     def add_counts(self, group: Group, counts: Tensor) -> None:
@@ -109,7 +150,8 @@ class Tally:
         dimensions: dict[str, DimensionStats] | None = None,
     ) -> Stats:
         self._read_counts()
-        rows = self.parameters.values()
+        parameters = self.parameters
+        rows = parameters.values()
         compressed = sum(row.compressed_elements for row in rows)
         sent = sum(row.compressed_entries for row in rows)
         return Stats(
@@ -119,12 +161,13 @@ class Tally:
             wire_bytes=self.ledger.sent_bytes(),
             density=sent / compressed if compressed else 1.0,
             memory_bytes=memory_bytes,
-            parameters={name: ParameterStats(**vars(row)) for name, row in self.parameters.items()},
+            parameters={name: ParameterStats(**vars(row)) for name, row in parameters.items()},
             dimensions=dimensions,
         )
 
     def _read_counts(self) -> None:
+        parameters = self.parameters
         for names, counts in self._uncounted.take():
             for name, count in zip(names, counts.tolist(), strict=True):
-                self.parameters[name].entries += count
-                self.parameters[name].compressed_entries += count
+                parameters[name].entries += count
+                parameters[name].compressed_entries += count

@@ -2,7 +2,13 @@
 //
 // The places behind are left over: they hold 0 at index 0 and are never looked at. Indices ascend before them.
 
-#include "decode.cu"
+#include "decode.cuh"
+
+struct Piece {
+    int first;  // slot
+    int rows;
+    int start;  // elements [start, start + PIECE)
+};
 
 struct Aim {
     Row row;
@@ -18,7 +24,13 @@ static __device__ __forceinline__ int count_of(const u8* payload, const Row& row
     return max(0, min(words_of(payload, row.slot)[0], row.keep));
 }
 
-// As read_headers, with counts up to the places of each slot.
+// Both flags of the last step go down; the one block of a kernel that reads headers does it.
+static __device__ __forceinline__ void clear(u8* status) {
+    if (threadIdx.x < 2) status[threadIdx.x] = 0;
+    __syncthreads();
+}
+
+// As read_headers of decode.cu, with counts up to the places of each slot.
 extern "C" __global__ void read_counts(
     const u8* gathered, const int* header, const Aim* aims, u8* used, u8* status, int world, int payload_bytes, int slots) {
     clear(status);
@@ -38,7 +50,7 @@ extern "C" __global__ void read_counts(
     }
 }
 
-// As decode_tiles, a block for each piece of a slot.
+// As decode_piece of decode.cu, a block for each piece of a slot.
 extern "C" __global__ __launch_bounds__(THREADS) void decode_counted(
     const u8* gathered, float* out, const Aim* aims, const Piece* pieces, const u8* used, u8* status, float* share, int world,
     int payload_bytes, int into_bucket) {
@@ -96,10 +108,11 @@ extern "C" __global__ __launch_bounds__(THREADS) void decode_counted(
 
 // As give_back of settle.cu, all blocks on one slot after the other.
 extern "C" __global__ void give_back_counted(
-    float* memory, const u8* payload, const Aim* aims, const u8* used, const u8* flag, int slots, int mode) {
-    if (*flag == 0) return;
+    float* memory, const u8* payload, const Aim* aims, const u8* used, const u8* bad, const u8* unused, int slots) {
+    const bool used_ones = *bad, other_ones = *unused;
+    if (!used_ones && !other_ones) return;
     for (int slot = 0; slot < slots; ++slot) {
-        if (used[slot] != mode) continue;
+        if (!(used[slot] ? used_ones : other_ones)) continue;
         const Row row = aims[slot].row;
         const int count = count_of(payload, row);
         for (int place = blockIdx.x * blockDim.x + threadIdx.x; place < count; place += gridDim.x * blockDim.x) {

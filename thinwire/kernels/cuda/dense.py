@@ -8,14 +8,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cuda.launch import Compiler, Site, Varying, compile_with_nvrtc
+from thinwire.kernels.cuda.launch import Compiler, Site, Varying, compile_with_nvrtc, fitting
 from thinwire.plan.groups import Group
 
-STRETCH = 4096
-"""Elements that one block takes."""
+STRETCH = 1024
+"""Elements that one block takes: four for each thread, all of them under way at once."""
 THREADS = 256
 ALIGNMENT = 16
 """Bytes; what lies behind on the wire stays aligned."""
+DEFINES = (("VALUE_CODE", 0), ("GRADIENT_CODE", 0))
+
+
+def cut_stretches(group: Group) -> Tensor:
+    """int64 [stretches, 2]: struct Stretch of dense.cuh, two 32-bit numbers to a word."""
+    rows = [
+        [source.offset + start, slot.offset + start | min(STRETCH, slot.numel - start) << 32]
+        for source, slot in zip(group.sources, group.slots, strict=True)
+        for start in range(0, slot.numel, STRETCH)
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device=group.device)
+
+
+def packed_bytes(group: Group) -> int:
+    """What a group's float32 values take on the wire."""
+    return -(-4 * group.numel // ALIGNMENT) * ALIGNMENT
 
 
 class FusedDense:
@@ -24,31 +40,25 @@ class FusedDense:
     compiler: Compiler = staticmethod(compile_with_nvrtc)
 
     def __init__(self, group: Group, world: int) -> None:
-        rows = [
-            [source.offset + start, slot.offset + start | min(STRETCH, slot.numel - start) << 32]
-            for source, slot in zip(group.sources, group.slots, strict=True)
-            for start in range(0, slot.numel, STRETCH)
-        ]
-        stretches = torch.tensor(rows, dtype=torch.int64, device=group.device)
-        self.nbytes = -(-4 * group.numel // ALIGNMENT) * ALIGNMENT
+        stretches = cut_stretches(group)
+        self.nbytes = packed_bytes(group)
         self.wrong = torch.zeros((), dtype=torch.bool, device=group.device)
         """bool []: a mean of the last step was not finite."""
         self._device = group.device
-        defines = (("VALUE_CODE", 0), ("GRADIENT_CODE", 0))
         bucket, packed = Varying("bucket"), Varying("packed")
-        known = [stretches, self.wrong, world]
         self._send = Site(
-            self.compiler("dense.cu", "dense_send", defines),
-            len(rows),
+            self.compiler("dense.cu", "dense_send", DEFINES),
+            len(stretches),
             THREADS,
-            [bucket, packed, *known],
+            [bucket, packed, stretches, self.wrong, world],
         )
+        stride = Varying("stride", is_number=True)
         self._means = {
             ranks: Site(
-                self.compiler("dense.cu", "dense_mean", defines),
-                len(rows),
+                self.compiler("dense.cu", "dense_mean", DEFINES),
+                len(stretches),
                 THREADS,
-                [packed, bucket, stretches, self.wrong, ranks, Varying("stride")],
+                [packed, bucket, stretches, self.wrong, ranks, stride],
             )
             for ranks in {1, world}
         }
@@ -56,11 +66,15 @@ class FusedDense:
     def send(self, bucket_flat: Tensor) -> Tensor:
         """uint8 [nbytes]: what this rank sends."""
         packed = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
-        self._send.launch({"bucket": bucket_flat, "packed": packed})
+        self._send.launch({"bucket": bucket_flat.data_ptr(), "packed": packed.data_ptr()})
         return packed
 
     def mean(self, gathered: Tensor, bucket_flat: Tensor) -> None:
         """Write the mean of what all ranks sent ([ranks, bytes], or [1, bytes] where it is summed already) into the bucket."""
         self._means[len(gathered)].launch(
-            {"packed": gathered, "bucket": bucket_flat, "stride": gathered.stride(0)}
+            {
+                "packed": gathered.data_ptr(),
+                "bucket": bucket_flat.data_ptr(),
+                "stride": fitting(gathered.stride(0)),
+            }
         )

@@ -6,6 +6,7 @@ these are.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.cuda.columns import COLLECT_THREADS, SEND_THREADS
-from thinwire.kernels.cuda.launch import Site, Varying
+from thinwire.kernels.cuda.decode_parts import DECODE_THREADS, decode_parts
+from thinwire.kernels.cuda.dense import THREADS, cut_stretches, packed_bytes
+from thinwire.kernels.cuda.launch import Kernel, Site, Varying
 from thinwire.kernels.cuda.prepared import (
+    BAD,
+    BESIDE,
     BUCKET,
-    FLAG,
     FLOAT_CODES,
     GATHERED,
     LOOK_BLOCKS,
@@ -29,6 +33,7 @@ from thinwire.kernels.cuda.prepared import (
     RATIO,
     ROW_WARPS,
     STRIDE,
+    UNUSED,
     USED,
     PreparedKernels,
 )
@@ -36,11 +41,34 @@ from thinwire.kernels.cuda.tables import BINS, WARP, Tables, make_tables
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Codec
 
-PIECE_THREADS = 256
 CHUNK_THREADS = 256
-HEADER_THREADS = 256
+QUAD = 16
+"""Bytes of a payload that one thread clears."""
+LOOK_THREADS = 256
+MOST_BOOKS = 64
+BOOK_BLOCKS = 8
+"""Blocks for each of many payloads."""
 MOST_AT_ONCE = 1 << 30
 """Elements of a bucket in one launch."""
+
+
+class Book(ctypes.Structure):
+    """struct Book of settle.cu; tensors must outlive the launch."""
+
+    _fields_ = [
+        ("memory", ctypes.c_void_p),
+        ("payload", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("used", ctypes.c_void_p),
+        ("unused", ctypes.c_void_p),
+        ("count", ctypes.c_longlong),
+    ]
+
+
+class Books(ctypes.Structure):
+    """A kernel's parameters are at most 4 KB."""
+
+    _fields_ = [("at", Book * MOST_BOOKS)]
 
 
 @dataclass(frozen=True)
@@ -63,7 +91,11 @@ class Correction:
 
 
 class FusedTopK(PreparedKernels):
-    """Exact top-k, with the memory or the momentum that `correction` says."""
+    """Exact top-k, with the memory or the momentum that `correction` says.
+
+    `beside` is a group of float32 slots of the same bucket that travels whole: before the payload in the same buffer, in the
+    same launches. It is gathered with the payload, or `summed` by itself.
+    """
 
     def __init__(
         self,
@@ -72,14 +104,25 @@ class FusedTopK(PreparedKernels):
         gradient_dtype: torch.dtype,
         world: int,
         correction: Correction | None = None,
+        beside: Group | None = None,
+        summed: bool = False,
     ) -> None:
         super().__init__(group, codec, gradient_dtype, world)
+        self.summed = summed
+        self._stretches = torch.zeros(0, 2, dtype=torch.int64, device=group.device)
+        if beside is not None:
+            assert gradient_dtype == torch.float32
+            self.before = packed_bytes(beside)
+            self._stretches = cut_stretches(beside)
         self.tables: Tables = make_tables(group, codec)
         self._correction = correction
+        self._rows_at = self.tables.all_rows.data_ptr()
+        self._row_count = len(self.tables.all_rows)
         self._prepare()
 
-    def _new_payload(self) -> Tensor:
-        return self.tables.template.clone()
+    def _new_buffer(self) -> Tensor:
+        size = self.before + self.codec.nbytes
+        return torch.empty(size, dtype=torch.uint8, device=self.group.device)
 
     def open_momentum(self, u: Tensor, ratio: Tensor | None) -> list[Tensor]:
         """What `encode` and `give_back` of one step need to know of a momentum that is to be multiplied with `ratio` first."""
@@ -88,16 +131,53 @@ class FusedTopK(PreparedKernels):
         kept = torch.empty(entries, device=u.device)
         return [u, kept, self._one if ratio is None else ratio]
 
+    def book(self, memory: Tensor, sent: Tensor, used: Tensor, unused: Tensor) -> Book | None:
+        """What `give_back` would be called with, for `give_back_all`; None if there is a momentum."""
+        if self._correction is not None:
+            return None
+        payload = sent.data_ptr() + self.before
+        flags = (used.data_ptr(), unused.data_ptr())
+        return Book(memory.data_ptr(), payload, self._rows_at, *flags, self._row_count)
+
+    def give_back_all(self, books: Sequence[Book], bad: Tensor) -> None:
+        """`give_back` of many payloads of this format; `books` say which."""
+        kernel = self._kernel("settle.cu", "give_back_all")
+        for start in range(0, len(books), MOST_BOOKS):
+            part = books[start : start + MOST_BOOKS]
+            grid = (BOOK_BLOCKS * len(part), 1, 1)
+            together = Books((Book * MOST_BOOKS)(*part))
+            kernel(grid, (WARP * ROW_WARPS, 1, 1), [together, bad, BOOK_BLOCKS])
+
+    @property
+    def format(self) -> tuple[tuple[str, int], ...]:
+        """What payloads have to have in common."""
+        return self._defines
+
     # -- the launches -----------------------------------------------------------------------------------------
 
     def _encode_sites(self) -> Iterator[Site]:
+        yield self._opening_site()
         yield from self._row_sites()
         yield from self._column_sites()
         yield from self._giant_sites()
 
+    def _opening_site(self) -> Site:
+        quads = self.codec.nbytes // QUAD
+        copying = -(-quads // THREADS)
+        status, stretches = self._status, self._stretches
+        args = [self.tables.template, PAYLOAD, BUCKET, BESIDE, stretches, status, quads, copying]
+        kernel = self._kernel("dense.cu", "open_payload")
+        return Site(kernel, copying + len(stretches), THREADS, [*args, self.world])
+
     def _decode_sites(self) -> Iterator[Site]:
-        yield self._header_site()
-        yield from self._decode_row_sites()
+        t, slots = self.tables, self.codec.table.rows
+        parts = decode_parts(slots, len(self._stretches)).to(self.group.device)
+        read = [GATHERED, BESIDE, OUT, t.all_rows, parts, self._stretches, t.expected]
+        rows_beside = 1 if self.summed else self.world
+        known = [self.used, self._status, self._share, self.world, rows_beside, STRIDE, len(slots)]
+        kernel = self._kernel("decode.cu", "decode")
+        args = [*read, *known, int(self.into_bucket)]
+        yield Site(kernel, len(parts), DECODE_THREADS, args)
 
     def _memory_site(
         self,
@@ -155,58 +235,51 @@ class FusedTopK(PreparedKernels):
         warps = -(-chunks // ROW_WARPS)
         yield self._memory_site(file, "giants_send", warps, WARP * ROW_WARPS, sent)
 
-    def _header_site(self) -> Site:
-        slots = len(self.codec.table.rows)
-        known = [self.tables.expected, self.used, self._status]
-        kernel = self._kernel("decode.cu", "read_headers", FIBRES=1)
-        return Site(kernel, 1, HEADER_THREADS, [GATHERED, *known, self.world, STRIDE, slots])
-
-    def _decode_row_sites(self) -> Iterator[Site]:
-        bucket = int(self.into_bucket)
-        known = [self.used, self._status, self._share, self.world, STRIDE]
-        for launch in self.tables.decode_rows:
-            count = len(launch.rows)
-            yield Site(
-                self._kernel("decode.cu", "decode_rows", FIBRES=1),
-                -(-count // ROW_WARPS),
-                WARP * ROW_WARPS,
-                [GATHERED, OUT, launch.rows, *known, count, launch.longest, bucket],
-                4 * ROW_WARPS * launch.longest,
-            )
-        for tile in self.tables.decode_tiles:
-            yield Site(
-                self._kernel("decode.cu", "decode_tiles", FIBRES=tile.fibres),
-                len(tile.parts),
-                PIECE_THREADS,
-                [GATHERED, OUT, tile.rows, tile.parts, *known, bucket],
-            )
-
-    def _give_back_site(self, of_used: bool) -> Site:
+    def _give_back_site(self) -> Site:
         rows = self.tables.all_rows
         return self._memory_site(
             "settle.cu",
             "give_back",
             min(LOOK_BLOCKS, -(-len(rows) // ROW_WARPS)),
             WARP * ROW_WARPS,
-            [MEMORY, PAYLOAD, rows, USED, FLAG, len(rows), int(of_used)],
+            [MEMORY, PAYLOAD, rows, USED, BAD, UNUSED, len(rows)],
         )
 
 
-def poison(bucket_flat: Tensor, bad: Tensor) -> None:
-    """Not-a-number everywhere if `bad`; no traffic if not."""
-    _whole("poison", bucket_flat, bad)
+class Poison:
+    """Not-a-number everywhere in a bucket if a flag is up; no traffic if not."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        kernel = _whole("poison", dtype)
+        self._sites = [
+            (
+                start * dtype.itemsize,
+                Site(kernel, LOOK_BLOCKS, LOOK_THREADS, [BUCKET, BAD, count]),
+            )
+            for start, count in _parts(numel)
+        ]
+
+    def __call__(self, bucket_flat: Tensor, bad: Tensor) -> None:
+        at, flag = bucket_flat.data_ptr(), bad.data_ptr()
+        for offset, site in self._sites:
+            site.launch({"bucket": at + offset, "bad": flag})
 
 
 def look(flat: Tensor) -> Tensor:
     """bool []: an element is not finite."""
     bad = torch.zeros((), dtype=torch.bool, device=flat.device)
-    _whole("look", flat, bad)
+    kernel = _whole("look", flat.dtype)
+    for start, count in _parts(flat.numel()):
+        kernel((LOOK_BLOCKS, 1, 1), (LOOK_THREADS, 1, 1), [flat[start:], bad, count])
     return bad
 
 
-def _whole(name: str, flat: Tensor, flag: Tensor) -> None:
-    defines = (("VALUE_CODE", 0), ("GRADIENT_CODE", FLOAT_CODES[flat.dtype]))
-    kernel = FusedTopK.compiler("settle.cu", name, defines)
-    # The kernels count with 32 bits.
-    for part in flat.split(MOST_AT_ONCE):
-        kernel((LOOK_BLOCKS, 1, 1), (256, 1, 1), [part, flag, part.numel()])
+def _whole(name: str, dtype: torch.dtype) -> Kernel:
+    defines = (("VALUE_CODE", 0), ("GRADIENT_CODE", FLOAT_CODES[dtype]))
+    return FusedTopK.compiler("settle.cu", name, defines)
+
+
+def _parts(numel: int) -> list[tuple[int, int]]:
+    """(start, elements) of every launch: the kernels count with 32 bits."""
+    starts = range(0, numel, MOST_AT_ONCE)
+    return [(start, min(MOST_AT_ONCE, numel - start)) for start in starts]

@@ -33,24 +33,39 @@ PLAIN_SHARED_BYTES = 48 << 10
 Defines = tuple[tuple[str, int], ...]
 
 
+@dataclass(frozen=True)
+class Varying:
+    """Stands for an argument that is another one in every step: the address of a tensor, or a number."""
+
+    name: str
+    is_number: bool = False
+
+
 class Arguments:
-    """What a kernel is called with, as the driver wants it: tensors by pointer, numbers as 32-bit integers.
+    """What a kernel is called with, as the driver wants it: tensors by pointer, numbers as 32-bit integers, structures as they are.
 
     Tensors must outlive the launch.
     """
 
     def __init__(self, args: Sequence[Any]) -> None:
-        self._boxes = [
-            ctypes.c_void_p(arg.data_ptr())
-            if isinstance(arg, Tensor)
-            else ctypes.c_int(fitting(arg))
-            for arg in args
+        self._boxes = [_box(arg) for arg in args]
+        self.varying = [
+            (box, arg.name)
+            for box, arg in zip(self._boxes, args, strict=True)
+            if isinstance(arg, Varying)
         ]
+        """What has to be filled in before every launch."""
         self.pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, self._boxes))
 
-    def put(self, which: int, value: Tensor | int) -> None:
-        """Replace one."""
-        self._boxes[which].value = value.data_ptr() if isinstance(value, Tensor) else fitting(value)
+
+def _box(arg: Any) -> ctypes.c_void_p | ctypes.c_int | ctypes.Structure:
+    if isinstance(arg, ctypes.Structure):
+        return arg
+    if isinstance(arg, Varying):
+        return ctypes.c_int() if arg.is_number else ctypes.c_void_p()
+    if isinstance(arg, Tensor):
+        return ctypes.c_void_p(arg.data_ptr())
+    return ctypes.c_int(fitting(arg))
 
 
 def fitting(number: int) -> int:
@@ -136,13 +151,6 @@ class DriverKernel:
             raise RuntimeError(f"the CUDA driver refused to launch a kernel (error {code})")
 
 
-@dataclass(frozen=True)
-class Varying:
-    """Stands for an argument that is another one in every step."""
-
-    name: str
-
-
 class Site:
     """One launch that is made in every step, most of its arguments being the same: the rest is looked up and boxed once."""
 
@@ -157,17 +165,14 @@ class Site:
         self._kernel = kernel
         self._grid, self._block = (blocks, 1, 1), (threads, 1, 1)
         self._shared_mem = shared_mem
-        self._varying = [(i, arg.name) for i, arg in enumerate(args) if isinstance(arg, Varying)]
-        self._arguments: Arguments | None = None
-        self._args = list(args)
+        self._arguments = Arguments(args)
+        # Only their addresses are in the boxes.
+        self._held = [arg for arg in args if isinstance(arg, Tensor)]
 
-    def launch(self, values: Mapping[str, Tensor | int]) -> None:
-        if self._arguments is None:
-            self._arguments = Arguments(
-                [values[arg.name] if isinstance(arg, Varying) else arg for arg in self._args]
-            )
-        for which, name in self._varying:
-            self._arguments.put(which, values[name])
+    def launch(self, values: Mapping[str, int]) -> None:
+        """`values` are addresses, and numbers that are `fitting`."""
+        for box, name in self._arguments.varying:
+            box.value = values[name]
         self._kernel(self._grid, self._block, self._arguments, self._shared_mem)
 
 

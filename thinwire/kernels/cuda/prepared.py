@@ -8,7 +8,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cuda.launch import Compiler, Kernel, Site, Varying, compile_with_nvrtc
+from thinwire.kernels.cuda.launch import (
+    Compiler,
+    Kernel,
+    Site,
+    Varying,
+    compile_with_nvrtc,
+    fitting,
+)
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Codec
 from thinwire.wire.fixed import PackedCode
@@ -20,14 +27,21 @@ LOOK_BLOCKS = 256
 """Blocks of a kernel that usually only looks at a flag."""
 MOMENTUM_NAMES = ("u", "kept", "u_ratio")
 BUCKET, MEMORY, PAYLOAD, RATIO = map(Varying, ("bucket", "memory", "payload", "ratio"))
-GATHERED, OUT, STRIDE = map(Varying, ("gathered", "out", "stride"))
-USED, FLAG = map(Varying, ("used", "flag"))
+GATHERED, OUT = map(Varying, ("gathered", "out"))
+STRIDE = Varying("stride", is_number=True)
+USED, BAD, UNUSED = map(Varying, ("used", "bad", "unused"))
+BESIDE = Varying("beside")
+"""Dense tensors in the same buffer, before the payload."""
 
 
 class PreparedKernels(ABC):
     """Encode, decode and give back; buffers that shapes fix are made once."""
 
     compiler: Compiler = staticmethod(compile_with_nvrtc)
+    before = 0
+    """Bytes of dense tensors that lie before the payload in what is sent."""
+    summed = False
+    """Whether they are summed on the way, and the payloads gathered by themselves."""
 
     def __init__(
         self, group: Group, codec: Codec, gradient_dtype: torch.dtype, world: int, **more: int
@@ -54,12 +68,14 @@ class PreparedKernels(ABC):
         self._status = torch.zeros(2, dtype=torch.bool, device=group.device)
         self.wrong, self.unused = self._status.unbind()
         """bool []: something was wrong in that step; some slot had no gradient."""
+        self.never = torch.zeros((), dtype=torch.bool, device=group.device)
+        """bool []: a flag that is never up."""
 
     def _prepare(self) -> None:
         """To be called when all that launches refer to is there."""
         self._encode = list(self._encode_sites())
         self._decode = list(self._decode_sites())
-        self._give_back = {of_used: self._give_back_site(of_used) for of_used in (True, False)}
+        self._give_back = self._give_back_site()
 
     def _kernel(self, file: str, name: str, **more: int) -> Kernel:
         return self.compiler(file, name, (*self._defines, *more.items()))
@@ -71,10 +87,10 @@ class PreparedKernels(ABC):
     def _decode_sites(self) -> Iterator[Site]: ...
 
     @abstractmethod
-    def _give_back_site(self, of_used: bool) -> Site: ...
+    def _give_back_site(self) -> Site: ...
 
     @abstractmethod
-    def _new_payload(self) -> Tensor:
+    def _new_buffer(self) -> Tensor:
         """What encoding writes to, as it expects it."""
 
     # -- one step ---------------------------------------------------------------------------------------------
@@ -86,44 +102,60 @@ class PreparedKernels(ABC):
         ratio: Tensor | None,
         momentum: Sequence[Tensor] = (),
     ) -> Tensor:
-        """The payload; `memory` (the residual times `ratio`, plus the gradient or momentum) keeps what is not in it."""
-        payload = self._new_payload()
+        """What is sent; `memory` (the residual times `ratio`, plus the gradient or momentum) keeps what is not in it."""
+        sent = self._new_buffer()
+        at = sent.data_ptr()
         values = {
-            "bucket": bucket_flat,
-            "memory": memory,
-            "payload": payload,
-            "ratio": self._one if ratio is None else ratio,
-            **dict(zip(MOMENTUM_NAMES, momentum, strict=False)),
+            "bucket": bucket_flat.data_ptr(),
+            "memory": memory.data_ptr(),
+            "beside": at,
+            "payload": at + self.before,
+            "ratio": (self._one if ratio is None else ratio).data_ptr(),
         }
+        self._add_momentum(values, momentum)
         for site in self._encode:
             site.launch(values)
-        return payload
+        return sent
 
-    def decode(self, gathered: Tensor, out: Tensor) -> None:
-        """Write the mean of all ranks' entries to `out` (bucket or group layout); sets `used`, `unused` and `wrong`."""
-        values: dict[str, Tensor | int] = {
-            "gathered": gathered,
-            "out": out,
-            "stride": gathered.stride(0),
+    def decode(self, gathered: Tensor, out: Tensor, sums: Tensor | None = None) -> None:
+        """Write the mean of what all ranks sent to `out` (bucket or group layout); sets `used`, `unused` and `wrong`.
+
+        `sums` is that of what lies before the payloads, if it is `summed`.
+        """
+        at = gathered.data_ptr()
+        values = {
+            "beside": at if sums is None else sums.data_ptr(),
+            "gathered": at + self.before if sums is None else at,
+            "out": out.data_ptr(),
+            "stride": fitting(gathered.stride(0)),
         }
         for site in self._decode:
             site.launch(values)
 
+    def payload(self, sent: Tensor) -> Tensor:
+        """The part of it that the codec knows."""
+        return sent[self.before :]
+
     def give_back(
         self,
         memory: Tensor,
-        payload: Tensor,
+        sent: Tensor,
         used: Tensor,
-        flag: Tensor,
-        of_used: bool,
+        bad: Tensor,
+        unused: Tensor,
         momentum: Sequence[Tensor] = (),
     ) -> None:
-        """If the flag (a byte) is up: the payload's entries of the used (or of the unused) slots return to memory."""
+        """Entries return to memory: those of the used slots if `bad` (a byte) is up, those of the others if `unused` is."""
         values = {
-            "memory": memory,
-            "payload": payload,
-            "used": used,
-            "flag": flag,
-            **dict(zip(MOMENTUM_NAMES, momentum, strict=False)),
+            "memory": memory.data_ptr(),
+            "payload": sent.data_ptr() + self.before,
+            "used": used.data_ptr(),
+            "bad": bad.data_ptr(),
+            "unused": unused.data_ptr(),
         }
-        self._give_back[of_used].launch(values)
+        self._add_momentum(values, momentum)
+        self._give_back.launch(values)
+
+    def _add_momentum(self, values: dict[str, int], momentum: Sequence[Tensor]) -> None:
+        for name, tensor in zip(MOMENTUM_NAMES, momentum, strict=False):
+            values[name] = tensor.data_ptr()

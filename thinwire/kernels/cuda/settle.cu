@@ -2,25 +2,63 @@
 
 #include "momentum.cuh"
 
-// Entries return to memory:
-//   mode 0: those of slots that nobody had a gradient for, if there are any (flag = status[1])
-//   mode 1: those of the other slots, if the step turned bad (flag)
-extern "C" __global__ void give_back(
-    float* memory, const u8* payload, const Row* rows, const u8* used, const u8* flag, int count,
-    int mode MOMENTUM_PARAMETERS) {
-    if (*flag == 0) return;
-    const Momentum correction = MOMENTUM_OF_GROUP;
-    const int lane = threadIdx.x & 31, warps = gridDim.x * blockDim.x / 32;
-    for (int number = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; number < count; number += warps) {
+// Entries of one payload return to memory: those of slots that somebody had a gradient for if the step turned bad, those of the
+// others if there are any. `warp` is one of `warps` that share the rows.
+static __device__ __forceinline__ void return_entries(
+    float* memory, const u8* payload, const Row* rows, const u8* used, bool bad, bool unused, int count, int warp, int warps,
+    const Momentum& correction) {
+    for (int number = warp; number < count; number += warps) {
         const Row row = rows[number];
-        if (used[row.slot] != mode) continue;
-        for (int place = lane; place < row.keep; place += 32) {
+        if (!(used[row.slot] ? bad : unused)) continue;
+        for (int place = threadIdx.x & 31; place < row.keep; place += 32) {
             const i64 at = row.memory + (i64)read_index(payload, row, place) * row.stride;
             memory[at] = __fadd_rn(memory[at], from_wire(reinterpret_cast<const Value*>(payload + row.values)[place]));
             correction.give_back(at, place, row);
         }
     }
 }
+
+extern "C" __global__ void give_back(
+    float* memory, const u8* payload, const Row* rows, const u8* used, const u8* bad, const u8* unused,
+    int count MOMENTUM_PARAMETERS) {
+    if (!*bad && !*unused) return;
+    const Momentum correction = MOMENTUM_OF_GROUP;
+    const int each = blockDim.x / 32, warp = blockIdx.x * each + threadIdx.x / 32;
+    return_entries(memory, payload, rows, used, *bad, *unused, count, warp, gridDim.x * each, correction);
+}
+
+#if !MOMENTUM
+// What one bucket may have to take back.
+struct Book {
+    float* memory;
+    const u8* payload;
+    const Row* rows;
+    const u8* used;
+    const u8* unused;
+    i64 count;
+};
+
+#define MOST_BOOKS 64
+struct Books {
+    Book at[MOST_BOOKS];
+};
+
+// Where parameters lie, so that a block reads its own book there and no thread has a copy of all.
+#ifdef __CUDACC_RTC__
+#define IN_PLACE const __grid_constant__
+#else
+#define IN_PLACE
+#endif
+
+// The same for all buckets of a step, as many blocks for each: they are many, and all of them usually only look.
+extern "C" __global__ void give_back_all(IN_PLACE Books books, const u8* bad, int blocks_each) {
+    const Book& book = books.at[blockIdx.x / blocks_each];
+    if (!*bad && !*book.unused) return;
+    const int each = blockDim.x / 32, warp = blockIdx.x % blocks_each * each + threadIdx.x / 32;
+    return_entries(
+        book.memory, book.payload, book.rows, book.used, *bad, *book.unused, (int)book.count, warp, blocks_each * each, {});
+}
+#endif
 
 // The flag goes up if a value is not finite.
 extern "C" __global__ void look(const Gradient* values, u8* flag, int count) {

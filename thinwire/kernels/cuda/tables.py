@@ -34,8 +34,6 @@ MOST_ELEMENTS = 64
 """The same for the longest rows, which have no more warps to spread over."""
 COLUMNS = 8
 """Strided rows that lie next to each other and are decoded together: 32 bytes, the unit in which memory is read."""
-SHORT_LENGTHS = (512, 2048)
-"""Rows up to these lengths are decoded by one warp each, in as much shared memory as the longest of their launch needs."""
 BINS = 1024
 PIECE = 8192
 WHOLE = 5120
@@ -61,31 +59,12 @@ class RowLaunch:
 
 
 @dataclass(frozen=True, eq=False)
-class TileLaunch:
-    """Rows that are strided or long; `parts` are the pieces of them that one block decodes."""
-
-    fibres: int
-    rows: Tensor
-    parts: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class ShortLaunch:
-    """Contiguous rows that one warp each decodes."""
-
-    longest: int
-    rows: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Tables:
     """Everything the kernels need to know about one codec on one group."""
 
     encode_rows: Sequence[RowLaunch]
     encode_columns: ColumnLaunch | None
     encode_giants: GiantLaunch | None
-    decode_rows: Sequence[ShortLaunch]
-    decode_tiles: Sequence[TileLaunch]
     all_rows: Tensor
     template: Tensor
     """uint8: the payload's header without flags, then zeros."""
@@ -120,8 +99,6 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     by_team: dict[tuple[int, int], dict[tuple[int, int], list[Tensor]]] = {}
     columns: list[tuple[SlotRows, Tensor]] = []
     giants: list[tuple[SlotRows, Tensor]] = []
-    short: dict[int, list[Tensor]] = {}
-    pieces: dict[int, list[tuple[Tensor, int]]] = {}
     cut_whole = any(rows.count == 1 and rows.length > WHOLE for rows in codec.table.rows)
     for rows, table in zip(codec.table.rows, described, strict=True):
         if is_giant(rows) or (cut_whole and rows.count == 1):
@@ -132,12 +109,6 @@ def make_tables(group: Group, codec: Codec) -> Tables:
             by_team.setdefault(launch_of(*shape), {}).setdefault(shape, []).append(table)
         else:
             columns.append((rows, table))
-        if is_contiguous(rows) and rows.length <= SHORT_LENGTHS[-1]:
-            longest = next(longest for longest in SHORT_LENGTHS if rows.length <= longest)
-            short.setdefault(longest, []).append(table)
-        else:
-            fibres = 1 if is_contiguous(rows) else COLUMNS
-            pieces.setdefault(fibres, []).append((table, rows.length))
     header = codec.fixed_header()
     places = torch.tensor([rows.entries for rows in codec.table.rows], dtype=torch.int32)
     return Tables(
@@ -146,17 +117,6 @@ def make_tables(group: Group, codec: Codec) -> Tables:
         ],
         encode_columns=make_column_launch(columns, device) if columns else None,
         encode_giants=make_giants(giants, device) if giants else None,
-        decode_rows=[
-            ShortLaunch(longest, torch.cat(tables).to(device)) for longest, tables in short.items()
-        ],
-        decode_tiles=[
-            TileLaunch(
-                fibres,
-                torch.cat([table for table, _ in tables]).to(device),
-                cut_pieces(tables, fibres).to(device),
-            )
-            for fibres, tables in pieces.items()
-        ],
         all_rows=torch.cat(described).to(device),
         template=blank_payload(codec).to(device),
         expected=torch.cat([header[:FIXED_WORDS], places]).to(device),
@@ -250,33 +210,3 @@ def index_places(codec: Codec) -> list[tuple[int, int]]:
         (start + first if width else 0, width)
         for first, width in codec.indices.slot_places(codec.table)
     ]
-
-
-def tiles(tables: Sequence[Tensor], fibres: int) -> Tensor:
-    """int32 [tiles, 2]: (first row, rows) of every block; a block stays inside a slot."""
-    parts, before = [], 0
-    for table in tables:
-        first = torch.arange(0, len(table), fibres, dtype=torch.int32)
-        parts.append(torch.stack([before + first, (len(table) - first).clamp(max=fibres).int()], 1))
-        before += len(table)
-    return torch.cat(parts).int()
-
-
-def cut_pieces(tables: Sequence[tuple[Tensor, int]], fibres: int) -> Tensor:
-    """int32 [pieces, 3]: (first row, rows, first element) of every block."""
-    heads = tiles([table for table, _ in tables], fibres)
-    parts, at = [], 0
-    for table, length in tables:
-        mine = heads[at : at + -(-len(table) // fibres)]
-        at += len(mine)
-        starts = torch.arange(0, length, PIECE // fibres, dtype=torch.int32)
-        parts.append(
-            torch.cat(
-                [
-                    mine.repeat_interleave(len(starts), 0),
-                    starts.repeat(len(mine))[:, None],
-                ],
-                1,
-            )
-        )
-    return torch.cat(parts)

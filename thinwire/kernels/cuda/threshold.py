@@ -15,8 +15,8 @@ from torch import Tensor
 from thinwire.errors import ExchangeError
 from thinwire.kernels.cuda.launch import Site
 from thinwire.kernels.cuda.prepared import (
+    BAD,
     BUCKET,
-    FLAG,
     GATHERED,
     LOOK_BLOCKS,
     MEMORY,
@@ -25,6 +25,7 @@ from thinwire.kernels.cuda.prepared import (
     RATIO,
     ROW_WARPS,
     STRIDE,
+    UNUSED,
     USED,
     PreparedKernels,
 )
@@ -118,7 +119,7 @@ class FusedThreshold(PreparedKernels):
         self._header = on_device(codec.fixed_header()[:FIXED_WORDS], group.device)
         self._prepare()
 
-    def _new_payload(self) -> Tensor:
+    def _new_buffer(self) -> Tensor:
         return torch.zeros(self.codec.nbytes, dtype=torch.uint8, device=self.group.device)
 
     # -- the launches -----------------------------------------------------------------------------------------
@@ -155,26 +156,26 @@ class FusedThreshold(PreparedKernels):
         b, slots = self.board, len(self._aims)
         verdict = [self.used, self._status]
         read = [GATHERED, self._header, self._aims, *verdict, self.world, STRIDE, slots]
-        yield Site(self._kernel(DECODE, "read_counts", FIBRES=1), 1, THREADS, read)
+        yield Site(self._kernel(DECODE, "read_counts"), 1, THREADS, read)
         written = [GATHERED, OUT, self._aims, b.pieces, *verdict, self._share, self.world, STRIDE]
         bucket = int(self.into_bucket)
         yield Site(
-            self._kernel(DECODE, "decode_counted", FIBRES=1),
+            self._kernel(DECODE, "decode_counted"),
             len(b.pieces),
             THREADS,
             [*written, bucket],
         )
 
-    def _give_back_site(self, of_used: bool) -> Site:
+    def _give_back_site(self) -> Site:
         most = max(rows.keep for rows in self.codec.table.rows)
         blocks = min(LOOK_BLOCKS, -(-most // THREADS))
-        args = [MEMORY, PAYLOAD, self._aims, USED, FLAG, len(self._aims), int(of_used)]
-        return Site(self._kernel(DECODE, "give_back_counted", FIBRES=1), blocks, THREADS, args)
+        args = [MEMORY, PAYLOAD, self._aims, USED, BAD, UNUSED, len(self._aims)]
+        return Site(self._kernel(DECODE, "give_back_counted"), blocks, THREADS, args)
 
     # -- one step ---------------------------------------------------------------------------------------------
 
-    def decode(self, gathered: Tensor, out: Tensor) -> None:
-        super().decode(gathered, out)
+    def decode(self, gathered: Tensor, out: Tensor, sums: Tensor | None = None) -> None:
+        super().decode(gathered, out, sums)
         words = gathered.view(torch.int32)[:, FIXED_WORDS : self.codec.header_words]
         per_slot = SLOT_WORDS + self.codec.note_words
         self._slot_words = words.unflatten(1, (len(self._aims), per_slot))

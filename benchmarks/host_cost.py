@@ -1,0 +1,116 @@
+"""What a bucket costs the host beside the driver: the fused kernels' Python on a CPU, with launches that do nothing.
+
+    python3 benchmarks/host_cost.py bert-large resnet152
+
+Needs no GPU. Prints the time per bucket of the fastest and of the median step, and how often each kernel is launched per bucket
+and step. The driver's own time, and what torch's operations cost more on a GPU than on a CPU, come on top.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+import torch  # noqa: E402
+
+import thinwire as tw  # noqa: E402
+from thinwire import compressor, fused  # noqa: E402
+from thinwire.bench.compress_fleet import DECODE, ENCODE, Fleet  # noqa: E402
+from thinwire.bench.compress_layout import describe_model  # noqa: E402
+from thinwire.kernels import inspection  # noqa: E402
+from thinwire.kernels.cuda.dense import FusedDense  # noqa: E402
+from thinwire.kernels.cuda.fused import FusedTopK  # noqa: E402
+from thinwire.kernels.cuda.launch import Arguments, Defines  # noqa: E402
+
+WORLD = 2
+STEPS = 30
+WARM_STEPS = 3
+
+
+class IdleKernel:
+    """Takes what a compiled kernel takes, and hands it to a function of the C library that looks at its first argument alone."""
+
+    launched: ClassVar[Counter[str]] = Counter()
+    _call = ctypes.CDLL(None).abs
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        args: Sequence[Any] | Arguments,
+        shared_mem: int = 0,
+    ) -> None:
+        self.launched[self.name] += 1
+        if not isinstance(args, Arguments):
+            args = Arguments(args)
+        self._call(1, *grid, *block, shared_mem, ctypes.c_void_p(0), args.pointers, None)
+
+
+def make_idle(file: str, name: str, defines: Defines) -> IdleKernel:
+    return IdleKernel(name)
+
+
+class Watch:
+    """Adds up the processor time of rank 0's spans; other processes do not count."""
+
+    def __init__(self) -> None:
+        self.spent: Counter[str] = Counter()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        began = time.thread_time()
+        yield
+        self.spent[name] += time.thread_time() - began
+
+
+def show(model: str) -> None:
+    method = tw.ADTopK(density=0.01)
+    device = torch.device("cpu")
+    fleet = Fleet(describe_model(model), method, world=WORLD, device=device, bucket_mb=None)
+    fleet.gradients.fill = lambda *args: None
+    buckets = len(fleet.buckets[0])
+    for _ in range(WARM_STEPS):
+        fleet.lap(Watch())
+    gc.collect()
+    gc.freeze()
+    IdleKernel.launched.clear()
+    watches = [Watch() for _ in range(STEPS)]
+    for watch in watches:
+        fleet.lap(watch)
+    print(f"{model}: {buckets} buckets")
+    for span in (ENCODE, DECODE):
+        spent = [1e6 * watch.spent[span] / buckets for watch in watches]
+        print(f"    {span}: {min(spent):.0f} us, median {statistics.median(spent):.0f}")
+    per_bucket = {
+        name: round(count / (STEPS * WORLD * buckets), 2)
+        for name, count in IdleKernel.launched.items()
+    }
+    print("    launches: " + ", ".join(f"{name} {times:g}" for name, times in per_bucket.items()))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for module in (compressor, fused, inspection):
+        module.has_kernels = lambda device: True  # type: ignore[attr-defined]
+    for owner in (FusedTopK, FusedDense):
+        owner.compiler = staticmethod(make_idle)  # type: ignore[assignment]
+    for model in sys.argv[1:]:
+        show(model)
+
+
+if __name__ == "__main__":
+    main()
