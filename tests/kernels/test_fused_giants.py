@@ -210,8 +210,9 @@ def test_momentum(kernels, nesterov, masking):  # noqa: F811
     assert SLOW not in all_of(seen)
 
 
-def test_few_long_columns(kernels, monkeypatch):  # noqa: F811
+def test_few_crowded_columns(kernels, monkeypatch):  # noqa: F811
     monkeypatch.setattr(tables, "GIANT", 20_000)
+    monkeypatch.setattr(tables, "BLOCK_LIST", 100)
     method = tw.ADTopK(density=0.01, axis=0, dense_fallback=False)
     shapes = {"columns": (9001, 3), "cube": (20_000, 1, 2)}
     seen = run(kernels, method, random, shapes=shapes, steps=6)
