@@ -95,7 +95,9 @@ def test_whole_tensors_whichever_way_they_go(kernels, method):
         assert [step.pop(which) for which in reversed(without)] == [FEW, FEW]
     assert set(seen[0]) == set(seen[6]) == {AGAIN}
     if method == "plain":
-        assert set(seen[5]) == set(seen[7]) == {READY} and set(seen[8]) == {SLOW}
+        assert set(seen[5]) == {READY} and set(seen[8]) == {SLOW}
+        # What was collected again may leave one too few candidates.
+        assert READY in seen[7]
 
 
 @pytest.mark.parametrize("gradients", [draw, tied])
