@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from thinwire.compressor import Compressor, GroupStep, Opened
+from thinwire.compressor import BucketStep, Compressor, DenseCompressor, GroupStep, Opened
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.dense import dense_mean
 from thinwire.exchange.requests import Program
@@ -56,6 +57,34 @@ class DenseMomentumCompressor(Compressor):
         self.nesterov = nesterov
         self.wire_dtype = wire_dtype
         self.clip = clip
+        self._dense = DenseCompressor(wire_dtype)
+
+    def open_fused(self, step: BucketStep) -> Opened | None:
+        """The mean as plain dense slots have it, beside payloads where it is small; clipping has to look at gradients first."""
+        if self.clip is not None:
+            return None
+        opened = self._dense.open_fused(step)
+        assert opened is not None
+        u = self.memory.stores["momentum"].bind(step.group).open(step.scale)
+        account = DenseMomentumAccount(u)
+        program = self._run_fused(opened.program, step, account)
+        return replace(opened, program=program, account=account)
+
+    def _run_fused(
+        self, means: Program[Outcome], step: BucketStep, account: DenseMomentumAccount
+    ) -> Program[Outcome]:
+        outcome = yield from means
+        if outcome.delivered:
+            mean = torch.zeros_like(account.c)
+            torch._foreach_copy_(step.group.spans(mean), step.group.pieces(step.bucket_flat))
+        else:
+            mean = outcome.update.to(account.c.dtype)
+        return Outcome(self._accumulate(account, mean), outcome.non_finite)
+
+    def _accumulate(self, account: DenseMomentumAccount, mean: Tensor) -> Tensor:
+        """The update."""
+        account.after = account.c * self.momentum + mean
+        return mean.add(account.after, alpha=self.momentum) if self.nesterov else account.after
 
     def open(self, step: GroupStep) -> Opened:
         if self.clip is not None:
@@ -81,11 +110,5 @@ class DenseMomentumCompressor(Compressor):
         mean = yield from dense_mean(
             buffer, step.place, deterministic=step.deterministic, phase="dense"
         )
-        gradient = mean.to(account.c.dtype)
-        account.after = account.c * self.momentum + gradient
-        update = (
-            gradient.add(account.after, alpha=self.momentum)
-            if self.nesterov
-            else account.after.clone()
-        )
+        update = self._accumulate(account, mean.to(account.c.dtype))
         return Outcome(update, ~mean[0].isfinite())
