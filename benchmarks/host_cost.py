@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT)]
 import torch  # noqa: E402
 
 import thinwire as tw  # noqa: E402
-from thinwire import compressor, fused  # noqa: E402
+from thinwire import dense_compressor, fused  # noqa: E402
 from thinwire.bench.compress_fleet import DECODE, ENCODE, Fleet  # noqa: E402
 from thinwire.bench.compress_layout import describe_model  # noqa: E402
 from thinwire.kernels import inspection  # noqa: E402
@@ -104,7 +104,7 @@ def show(model: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for module in (compressor, fused, inspection):
+    for module in (dense_compressor, fused, inspection):
         module.has_kernels = lambda device: True  # type: ignore[attr-defined]
     for owner in (FusedTopK, FusedDense):
         owner.compiler = staticmethod(make_idle)  # type: ignore[assignment]

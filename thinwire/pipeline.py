@@ -23,13 +23,13 @@ from torch.futures import Future
 from thinwire.compressor import (
     BucketStep,
     Compressor,
-    DenseCompressor,
     FlushAccount,
     GroupStep,
     Opened,
     SparseCompressor,
 )
 from thinwire.convoy import Convoy
+from thinwire.dense_compressor import DenseCompressor
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.drivers import Driver, fail
 from thinwire.exchange.fused import fuse_requests

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.contracts.cluster import Cluster, Collector, sparse
-from thinwire.compressor import DenseCompressor
+from thinwire.dense_compressor import DenseCompressor
 from thinwire.errors import ExchangeError
 from thinwire.exchange.drivers import Job, ThreadDriver, run_virtual
 from thinwire.exchange.network import Network, private_group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire import compressor, fused
+from thinwire import dense_compressor, fused
 from thinwire.kernels import inspection
 from thinwire.kernels.cuda.launch import has_kernels
 
@@ -14,7 +14,7 @@ def kernels(monkeypatch):
     """`kernels(False)` goes to the parts, `kernels(True)` back to the kernels."""
 
     def switch(on: bool) -> None:
-        for module in (compressor, fused, inspection):
+        for module in (dense_compressor, fused, inspection):
             monkeypatch.setattr(module, "has_kernels", lambda device: on and has_kernels(device))
 
     return switch

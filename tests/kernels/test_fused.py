@@ -10,8 +10,9 @@ import torch
 import thinwire as tw
 from tests.contracts.cluster import Cluster
 from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
-from thinwire import compressor, fused
-from thinwire.compressor import DenseCompressor, SparseCompressor
+from thinwire import dense_compressor, fused
+from thinwire.compressor import SparseCompressor
+from thinwire.dense_compressor import DenseCompressor
 from thinwire.fused import FusedAccount
 from thinwire.kernels import inspection
 from thinwire.kernels.cuda import tables
@@ -39,7 +40,7 @@ def kernels(monkeypatch):
     """Clusters made inside run the kernels; `off()` goes back to the parts."""
 
     def switch(on: bool) -> None:
-        for module in (compressor, fused, inspection):
+        for module in (dense_compressor, fused, inspection):
             monkeypatch.setattr(module, "has_kernels", lambda device: on)
 
     for owner in (FusedTopK, FusedDense):

@@ -12,7 +12,7 @@ from tests.contracts.cluster import Cluster
 from tests.contracts.test_broken_steps import hand_in
 from tests.kernels.cpu_compiler import needs_compiler
 from tests.kernels.test_fused import adtopk, kernels  # noqa: F401
-from thinwire.compressor import DenseCompressor
+from thinwire.dense_compressor import DenseCompressor
 from thinwire.errors import ExchangeError
 from thinwire.exchange.drivers import run_virtual
 from thinwire.kernels.cuda import fused as module

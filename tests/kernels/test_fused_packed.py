@@ -9,7 +9,7 @@ import thinwire as tw
 from tests.contracts.cluster import Cluster
 from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
 from tests.kernels.test_fused import SHAPES, adtopk, compare, random
-from thinwire import compressor, fused
+from thinwire import dense_compressor, fused
 from thinwire.kernels import inspection
 from thinwire.kernels.cuda.dense import FusedDense
 from thinwire.kernels.cuda.fused import FusedTopK
@@ -29,7 +29,7 @@ def kernels(monkeypatch):
     """Clusters made inside run the kernels; `kernels(False)` goes back to the parts."""
 
     def switch(on: bool) -> None:
-        for module in (compressor, fused, inspection, storages):
+        for module in (dense_compressor, fused, inspection, storages):
             monkeypatch.setattr(module, "has_kernels", lambda device: on)
 
     for owner in (FusedTopK, FusedDense, PackKernels):

@@ -11,7 +11,7 @@ import thinwire as tw
 from tests.contracts.cluster import Cluster
 from tests.kernels import test_fused
 from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
-from thinwire import compressor, fused
+from thinwire import dense_compressor, fused
 from thinwire.kernels import inspection
 from thinwire.kernels.cuda import threshold
 from thinwire.kernels.cuda.dense import FusedDense
@@ -29,7 +29,7 @@ def kernels(monkeypatch):
     """Clusters made after `switch(True)` run the kernels."""
 
     def switch(on: bool) -> None:
-        for module in (compressor, fused, inspection):
+        for module in (dense_compressor, fused, inspection):
             monkeypatch.setattr(module, "has_kernels", lambda device: on)
 
     for kind in (FusedTopK, FusedDense, FusedThreshold):

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from thinwire.compressor import BucketStep, Compressor, DenseCompressor, GroupStep, Opened
+from thinwire.compressor import BucketStep, Compressor, GroupStep, Opened
+from thinwire.dense_compressor import DenseCompressor
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.dense import dense_mean
 from thinwire.exchange.requests import Program

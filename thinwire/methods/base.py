@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from thinwire.compressor import Compressor, DenseCompressor, SparseCompressor
+from thinwire.compressor import Compressor, SparseCompressor
+from thinwire.dense_compressor import DenseCompressor
 from thinwire.errors import UsageError
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.gather import AllGatherFast

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from thinwire.compressor import Compressor, DenseCompressor, GroupStep, Opened
+from thinwire.compressor import Compressor, GroupStep, Opened
+from thinwire.dense_compressor import DenseCompressor
 from thinwire.errors import UsageError
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.majority import gather_scaled_signs, vote_by_majority
