@@ -100,9 +100,7 @@ def take_over(
         raise UsageError(
             f"{name} applies momentum before compression; pass attach(..., optimizer=opt), so that it can be taken over"
         )
-    if isinstance(optimizer, FrozenAdam):
-        check_dense_steps(method, optimizer.dense_steps)
-    elif not isinstance(optimizer, DGCSGD):
+    if not isinstance(optimizer, VelocityOptimizer):
         check_sgd(optimizer, name)
     known = {id(parameter) for parameter in parameters.values()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -136,9 +134,12 @@ def check_sgd(optimizer: Optimizer, name: str) -> None:
                 )
 
 
-def check_dense_steps(method: Method, count: int) -> None:
-    """Refuse a method that compresses in the steps in which FrozenAdam learns."""
-    for step in sorted({0, count - 1, *(turn for turn in method.turns if turn < count)}):
+def check_dense_steps(method: Method, optimizer: FrozenAdam) -> None:
+    """Refuse a method that compresses in the steps in which FrozenAdam still learns."""
+    begun, count = optimizer.exchanges(), optimizer.dense_steps
+    if begun >= count or optimizer.frozen:
+        return
+    for step in sorted({begun, count - 1, *(t for t in method.turns if begun < t < count)}):
         if not isinstance(method.at(step), Dense):
             raise UsageError(
                 f"dense_steps is {count}, but {type(method).__name__} compresses in step {step}; use "
@@ -158,6 +159,8 @@ class Takeover:
 
     def bind(self, method: Method) -> Method:
         """The method with the optimizer's momentum in it; a dense one gets momentum after averaging."""
+        if isinstance(self.optimizer, FrozenAdam):
+            check_dense_steps(method, self.optimizer)
         if isinstance(method, Dense) and not isinstance(method, DenseMomentum):
             return DenseMomentum(dtype=method.dtype, momentum=self.momentum, nesterov=self.nesterov)
         bound = method.with_momentum(self.momentum, self.nesterov)
@@ -182,7 +185,9 @@ class Takeover:
                 handle.pipeline.roster.write_memory(name, "momentum", buffer.detach())
         if isinstance(self.optimizer, VelocityOptimizer):
             self.optimizer.attached = True
-            handle.on_close(self._detach)
+            handle.on_close(self.optimizer.detach)
+            if isinstance(self.optimizer, FrozenAdam):
+                self.optimizer.exchanges = lambda: handle.pipeline.step
             return
         for group in self.optimizer.param_groups:
             group.setdefault(
@@ -240,7 +245,3 @@ class Takeover:
         logger.info(
             "gave momentum and weight decay back to the optimizer, whose momentum starts from 0"
         )
-
-    def _detach(self) -> None:
-        assert isinstance(self.optimizer, VelocityOptimizer)
-        self.optimizer.attached = False

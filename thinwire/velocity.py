@@ -16,6 +16,18 @@ class VelocityOptimizer(Optimizer):
     attached = False
     """Whether a handle has taken momentum over."""
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.attached:
+            raise UsageError(
+                "add_param_group was called after attach; its parameters would have no momentum, so close the handle and "
+                "attach again"
+            )
+        super().add_param_group(param_group)
+
+    def detach(self) -> None:
+        """The handle is closed, and its momentum gone."""
+        self.attached = False
+
     def begin(self, closure: Any) -> Any:
         """Refuse a step without anybody who applies momentum; the closure's loss."""
         if not self.attached:

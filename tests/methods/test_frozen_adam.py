@@ -109,6 +109,7 @@ def test_an_entry_without_gradients_so_far_is_not_thrown_away_by_its_first() -> 
     optimizer = FrozenAdam(words.parameters(), lr=0.01, dense_steps=2)
     optimizer.attached = True
     for step in range(4):
+        optimizer.exchanges = lambda: step + 1  # noqa: B023
         words.weight.grad = torch.zeros(4, 3)
         words.weight.grad[0] = 1.0
         before = words.weight.detach().clone()
@@ -151,3 +152,95 @@ def test_what_cannot_be_is_one_sentence() -> None:
         FrozenAdam(model.parameters(), dense_steps=0)
     with pytest.raises(UsageError, match=r"betas is 1\.0"):
         FrozenAdam(model.parameters(), dense_steps=1, betas=(0.9, 1.0))
+
+
+class Branch(nn.Module):
+    """Whose second layer is used or not, or gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.share: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return y if self.share is None else y + self.share * self.second(x)
+
+
+@pytest.mark.parametrize("before", [None, 0.0])
+def test_a_tensor_without_gradients_in_the_dense_steps_moves_like_the_others(before) -> None:
+    model = Branch()
+    groups = [{"params": layer.parameters()} for layer in (model.first, model.second)]
+    optimizer = FrozenAdam(groups, lr=0.01, dense_steps=DENSE_STEPS)
+    method = begin_dense(tw.TopK(density=0.3, dense_fallback=False, memory=UNMASKED))
+    simulation = tw.simulate(model, method, workers=WORKERS, optimizer=optimizer)
+    for step in range(3 * DENSE_STEPS):
+        model.share = before if step < DENSE_STEPS + 1 else 1.0
+        old = model.second.weight.detach().clone()
+        train(optimizer, simulation, model, range(step, step + 1))
+        assert (model.second.weight.detach() - old).abs().max() < 0.1
+    assert not torch.equal(model.second.weight.detach(), Branch().second.weight)
+
+
+def test_what_is_learned_is_of_dense_steps_only() -> None:
+    """Whichever of them a scaler skips, and whoever had no gradient in some of them."""
+    model = Branch()
+    optimizer = FrozenAdam(model.parameters(), lr=0.0, dense_steps=8)
+    method = begin_dense(tw.TopK(density=0.3, dense_fallback=False, memory=UNMASKED), 8)
+    simulation = tw.simulate(model, method, workers=WORKERS, optimizer=optimizer)
+    v = torch.zeros(4, 8)
+    for step in range(12):
+        model.share = None if step in (4, 5) else 1.0
+        simulation.step(compute(model), batches(step))
+        if step in (0, 3):
+            simulation.discard_step()
+            continue
+        optimizer.step()
+        if step < 8 and model.share is not None:
+            losses = [compute(model)(*batch) for batch in batches(step)]
+            (g,) = torch.autograd.grad(torch.stack(losses).mean(), model.second.weight)
+            v = 0.999 * v + 0.001 * g * g
+    corrected = v / (1 - 0.999**4)
+    expected = corrected.clamp(min=0.01 * corrected.mean()).sqrt() + 1e-8
+    torch.testing.assert_close(optimizer.state[model.second.weight]["divisor"], expected)
+
+
+def test_beta1_is_one_and_stays() -> None:
+    model = make_model()
+    groups = [
+        {"params": model[0].parameters(), "betas": (0.5, 0.9)},
+        {"params": model[2].parameters()},
+    ]
+    optimizer = FrozenAdam(groups, dense_steps=1)
+    with pytest.raises(UsageError, match="different"):
+        tw.simulate(model, begin_dense(lossless(), 1), workers=1, optimizer=optimizer)
+    model, optimizer, simulation = start(begin_dense(lossless()))
+    with pytest.raises(UsageError, match="add_param_group was called after attach"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    optimizer.param_groups[0]["betas"] = (0.7, 0.9)
+    with pytest.raises(UsageError, match=r"beta1 was taken over as 0\.8"):
+        train(optimizer, simulation, model, range(1))
+
+
+def test_nothing_compresses_while_it_learns() -> None:
+    compressing = tw.TopK(density=0.2, dense_fallback=False, memory=UNMASKED)
+    model, optimizer, simulation = start(begin_dense(compressing))
+    train(optimizer, simulation, model, range(1))
+    with pytest.raises(UsageError, match="TopK compresses in step 1"):
+        simulation.switch(compressing)
+    train(optimizer, simulation, model, range(1, 5))
+    simulation.switch(compressing)
+    simulation.close()
+    # All it needs has been learned.
+    again = tw.simulate(model, compressing, workers=WORKERS, optimizer=optimizer)
+    train(optimizer, again, model, range(2))
+    fresh = FrozenAdam(model.parameters(), dense_steps=3)
+    with pytest.raises(UsageError, match="TopK compresses in step 0"):
+        tw.simulate(
+            model,
+            begin_dense(compressing),
+            workers=WORKERS,
+            optimizer=fresh,
+            policy=[tw.rule("0.*", method=compressing)],
+        )

@@ -73,6 +73,20 @@ def test_rule_changes_axis_and_feedback():
     assert plan["head.weight"].action.endswith("no feedback")
 
 
+def test_rule_changes_the_phases_of_a_timeline_that_compress():
+    changes = tw.rule("head.weight", density=0.1, feedback=False)
+    method = tw.Timeline(phases=((0, tw.Dense()), (5, tw.TopK(density=0.02))))
+    changed = changes.apply(method)
+    assert isinstance(changed.at(4), tw.Dense)
+    assert changed.at(5) == tw.TopK(density=0.1, memory=NoMemory())
+
+
+def test_turns_of_a_timeline_inside_another_are_its_turns():
+    inner = tw.Timeline(phases=((0, tw.Dense()), (3, tw.TopK())))
+    assert tw.Timeline(phases=((0, tw.Dense()), (10, inner))).turns == (0, 10, 13)
+    assert tw.Timeline(phases=((0, inner), (2, tw.Dense()))).turns == (0, 2)
+
+
 def test_rule_that_does_nothing_warns(caplog):
     with caplog.at_level(logging.WARNING, "thinwire"):
         plan_with(tw.rule("nobody.*", dense=True), tw.rule("*"), tw.rule("head.*", dense=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -68,6 +69,10 @@ class Method(ABC):
     def at(self, step: int) -> Method:
         """The method in force in a handle's step; another one from time to time where a schedule says so."""
         return self
+
+    def changed(self, change: Callable[[Method], Method]) -> Method:
+        """With a change made to what it compresses by."""
+        return change(self)
 
     @abstractmethod
     def compressor(self) -> Compressor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -36,7 +37,14 @@ class Timeline(Method):
 
     @property
     def turns(self) -> tuple[int, ...]:
-        return tuple(start for start, _ in self.phases)
+        """Those of its methods among them."""
+        ends = [*(start for start, _ in self.phases[1:]), None]
+        return tuple(
+            start + turn
+            for (start, method), end in zip(self.phases, ends, strict=True)
+            for turn in sorted({0, *method.turns})
+            if end is None or start + turn < end
+        )
 
     @property
     def host_sync_free(self) -> bool:
@@ -60,6 +68,14 @@ class Timeline(Method):
                 for start, method in bound
             ),
         )
+
+    def changed(self, change: Callable[[Method], Method]) -> Method:
+        """In all phases but the dense ones, which have no settings that a rule could change."""
+        phases = tuple(
+            (start, method if isinstance(method, Dense) else method.changed(change))
+            for start, method in self.phases
+        )
+        return replace(self, phases=phases)
 
     def compressor(self) -> Compressor:
         return self.at(0).compressor()

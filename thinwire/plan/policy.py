@@ -58,7 +58,11 @@ class Rule:
         """The method for a matching parameter."""
         if self.dense:
             return Dense()
-        chosen = self.method or method
+        return (self.method or method).changed(self._change)
+
+    def _change(self, method: Method) -> Method:
+        """With what this rule says of its settings."""
+        chosen = method
         for name in ("axis", "density"):
             value = getattr(self, name)
             if value is not None:
