@@ -118,8 +118,9 @@ def places(rows: SlotRows) -> torch.Tensor:
     return first[:, None] + torch.arange(rows.length) * rows.stride
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["residual", "momentum"])
-@pytest.mark.parametrize("factor", [0.0, 1e-3, 0.3, 3.0, 1e3])
+@pytest.mark.parametrize(
+    ("factor", "which"), [(0.0, 0), (1e-3, 1), (0.3, 0), (3.0, 1), (1e3, 0), (1e3, 1)]
+)
 def test_gradients_that_change_at_once(kernels, factor, which):  # noqa: F811
     """Too few candidates, and more than are listed; memory is emptied, as it would even things out."""
 
@@ -134,7 +135,7 @@ def test_gradients_that_change_at_once(kernels, factor, which):  # noqa: F811
     compare(kernels, methods(0.02)[which], gradients, shapes=SHAPES, steps=6)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.5, 1.5, 3.0, -1.0, 1e-42, 1e38, math.inf, math.nan])
+@pytest.mark.parametrize("value", [0.0, 0.5, 3.0, -1.0, 1e-42, math.inf, math.nan])
 def test_what_is_sent_does_not_depend_on_cuts(kernels, value):  # noqa: F811
     """Nor on guesses. Gradients are multiples of a half, so that many equal the cut, and the threshold."""
 
@@ -195,8 +196,7 @@ def test_every_order_in_memory(kernels, monkeypatch, axis):  # noqa: F811
         compare(kernels, method, random, shapes=shapes, steps=4)
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["residual", "momentum"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "which"), [(torch.bfloat16, 1), (torch.float16, 0)])
 def test_narrow_gradients_and_packed_indices(kernels, dtype, which):  # noqa: F811
     method = methods(0.03, indices="packed", values="fp16")[which]
     compare(kernels, method, random, shapes=SHAPES, steps=5, dtype=dtype, discard=(3,))
