@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -103,6 +103,8 @@ class Compressor(ABC):
 
     memory: MemoryState | None = None
     """Where this method holds back what it did not send."""
+    travels_whole: ClassVar[bool] = False
+    """Whether every element is sent: such groups come first, and may travel beside what others gather."""
 
     @abstractmethod
     def open(self, step: GroupStep) -> Opened:

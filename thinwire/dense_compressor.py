@@ -20,6 +20,8 @@ from thinwire.plan.groups import Group
 class DenseCompressor(Compressor):
     """The plain mean, optionally in a narrower dtype on the wire."""
 
+    travels_whole = True
+
     def __init__(self, wire_dtype: torch.dtype | None) -> None:
         self.wire_dtype = wire_dtype
         self._never: dict[torch.device, Tensor] = {}

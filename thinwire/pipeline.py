@@ -38,7 +38,6 @@ from thinwire.fused import FusedAccount, settle_all
 from thinwire.kernels.inspection import any_of, inspect, is_any_non_finite, prepare_poison
 from thinwire.layout import Bucket, BucketLayout
 from thinwire.memory.account import Account
-from thinwire.memory.dense_momentum import DenseMomentumCompressor
 from thinwire.methods.base import SparseMethod
 from thinwire.observe.dimensions import DimensionStats, dimension_stats
 from thinwire.observe.stations import ENCODE, station
@@ -342,8 +341,7 @@ class Pipeline:
                         slot
                     )
             wide = torch.float64 if layout.dtype == torch.float64 else torch.float32
-            whole = DenseCompressor, DenseMomentumCompressor
-            order = sorted(members, key=lambda c: not isinstance(c, whole))
+            order = sorted(members, key=lambda compressor: not compressor.travels_whole)
             self._forget_overlapping(layout)
             self._groups[layout] = [
                 (

@@ -11,7 +11,6 @@ from torch import Tensor
 from thinwire.compressor import BucketStep, Compressor, GroupStep, Opened
 from thinwire.dense_compressor import DenseCompressor
 from thinwire.exchange.base import Outcome
-from thinwire.exchange.dense import dense_mean
 from thinwire.exchange.requests import Program
 from thinwire.memory.account import Account
 from thinwire.memory.base import MemoryState
@@ -48,7 +47,9 @@ class DenseMomentumAccount(Account):
 
 
 class DenseMomentumCompressor(Compressor):
-    """u = m u + mean gradient; the update is u (Nesterov: mean gradient + m u)."""
+    """u = m u + mean gradient; the update is u (Nesterov: mean gradient + m u). The mean is that of plain dense slots."""
+
+    travels_whole = True
 
     def __init__(
         self, momentum: float, nesterov: bool, wire_dtype: torch.dtype | None, clip: Clip | None
@@ -56,60 +57,45 @@ class DenseMomentumCompressor(Compressor):
         self.memory: MemoryState = DenseMomentumState()
         self.momentum = momentum
         self.nesterov = nesterov
-        self.wire_dtype = wire_dtype
         self.clip = clip
         self._dense = DenseCompressor(wire_dtype)
 
     def open_fused(self, step: BucketStep) -> Opened | None:
-        """The mean as plain dense slots have it, beside payloads where it is small; clipping has to look at gradients first."""
+        """Beside payloads where it is small. None with a clip, which has to look at gradients first."""
         if self.clip is not None:
             return None
         opened = self._dense.open_fused(step)
         assert opened is not None
-        u = self.memory.stores["momentum"].bind(step.group).open(step.scale)
-        account = DenseMomentumAccount(u)
-        program = self._run_fused(opened.program, step, account)
-        return replace(opened, program=program, account=account)
-
-    def _run_fused(
-        self, means: Program[Outcome], step: BucketStep, account: DenseMomentumAccount
-    ) -> Program[Outcome]:
-        outcome = yield from means
-        if outcome.delivered:
-            mean = torch.zeros_like(account.c)
-            torch._foreach_copy_(step.group.spans(mean), step.group.pieces(step.bucket_flat))
-        else:
-            mean = outcome.update.to(account.c.dtype)
-        return Outcome(self._accumulate(account, mean), outcome.non_finite)
-
-    def _accumulate(self, account: DenseMomentumAccount, mean: Tensor) -> Tensor:
-        """The update."""
-        account.after = account.c * self.momentum + mean
-        return mean.add(account.after, alpha=self.momentum) if self.nesterov else account.after
+        return self._with_momentum(opened, step.group, step.scale, step.bucket_flat)
 
     def open(self, step: GroupStep) -> Opened:
         if self.clip is not None:
             step = self.clip.apply(step)
-        account = self.memory.compensate(step.group, step.gradients, step.scale)
-        assert isinstance(account, DenseMomentumAccount)
-        dtype = self.wire_dtype or step.gradients[0].dtype
-        world = step.place.world
-        slot_bytes = [
-            2 * (world - 1) / world * slot.numel * dtype.itemsize for slot in step.group.slots
-        ]
-        entries = [slot.numel for slot in step.group.slots]
-        program = self._run(step, account, dtype)
-        return Opened(program, account, slot_bytes, entries, compressed=False)
+        return self._with_momentum(self._dense.open(step), step.group, step.scale, None)
 
-    def _run(
-        self, step: GroupStep, account: DenseMomentumAccount, dtype: torch.dtype
+    def _with_momentum(
+        self, opened: Opened, group: Group, scale: Tensor | None, bucket_flat: Tensor | None
+    ) -> Opened:
+        """A group whose mean plain dense slots have opened."""
+        account = self.memory.compensate(group, (), scale)
+        assert isinstance(account, DenseMomentumAccount)
+        program = self._accumulate(opened.program, account, group, bucket_flat)
+        return replace(opened, program=program, account=account)
+
+    def _accumulate(
+        self,
+        means: Program[Outcome],
+        account: DenseMomentumAccount,
+        group: Group,
+        bucket_flat: Tensor | None,
     ) -> Program[Outcome]:
-        buffer = torch.zeros(step.group.numel, dtype=dtype, device=step.group.device)
-        torch._foreach_copy_([slot.span(buffer) for slot in step.group.slots], list(step.gradients))
-        # The pipeline zeroed what was not finite; a NaN in its place travels by the sum.
-        buffer[:1] += torch.where(step.flags.non_finite, torch.nan, 0.0)
-        mean = yield from dense_mean(
-            buffer, step.place, deterministic=step.deterministic, phase="dense"
-        )
-        update = self._accumulate(account, mean.to(account.c.dtype))
-        return Outcome(update, ~mean[0].isfinite())
+        outcome = yield from means
+        if outcome.delivered:
+            assert bucket_flat is not None
+            mean = torch.zeros_like(account.c)
+            torch._foreach_copy_(group.spans(mean), group.pieces(bucket_flat))
+        else:
+            mean = outcome.update.to(account.c.dtype)
+        account.after = account.c * self.momentum + mean
+        update = mean.add(account.after, alpha=self.momentum) if self.nesterov else account.after
+        return Outcome(update, outcome.non_finite)
