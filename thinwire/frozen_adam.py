@@ -66,7 +66,7 @@ class FrozenAdam(VelocityOptimizer):
             "floor": floor,
             "momentum": betas[0],
             "nesterov": False,
-            # Here, because copies and pickles keep defaults and nothing else.
+            # Here, because copies, pickles and saved states keep settings and nothing else.
             "dense_steps": dense_steps,
         }
         super().__init__(params, defaults)
@@ -170,13 +170,11 @@ class FrozenAdam(VelocityOptimizer):
                 least = torch.where(mean > 0, group["floor"] * mean, typical.to(mean))
                 state["divisor"] = v.clamp(min=least).sqrt_().add_(group["eps"])
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "dense_steps": self.dense_steps}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict.get("dense_steps", self.dense_steps)
-        if saved != self.dense_steps:
-            raise UsageError(
-                f"dense_steps is {self.dense_steps!r}, but the saved optimizer has {saved!r}; make it with that"
-            )
+        for group in state_dict["param_groups"]:
+            saved = group.get("dense_steps", self.dense_steps)
+            if saved != self.dense_steps:
+                raise UsageError(
+                    f"dense_steps is {self.dense_steps!r}, but the saved optimizer has {saved!r}; make it with that"
+                )
         super().load_state_dict(state_dict)
