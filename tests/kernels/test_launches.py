@@ -14,6 +14,8 @@ from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
 from tests.kernels.test_fused import adtopk, compare, find_carriers, kernels, random  # noqa: F401
 from thinwire.compressor import SparseCompressor
 from thinwire.kernels.cuda.decode_parts import (
+    COLUMNS,
+    PIECE,
     PIECES,
     ROW_THREADS,
     TILES,
@@ -22,7 +24,6 @@ from thinwire.kernels.cuda.decode_parts import (
 )
 from thinwire.kernels.cuda.dense import FusedDense
 from thinwire.kernels.cuda.fused import MOST_BOOKS, FusedTopK
-from thinwire.kernels.cuda.tables import COLUMNS, PIECE
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 SHAPES = {

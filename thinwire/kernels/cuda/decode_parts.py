@@ -7,11 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cuda.tables import COLUMNS, PIECE, is_contiguous
+from thinwire.kernels.cuda.tables import is_contiguous
 from thinwire.select.rows import SlotRows
 
 HEADERS, MEANS, PIECES, TILES = range(4)
 """What a block of decode.cu does, if it does not add up whole rows."""
+COLUMNS = 8
+"""Strided rows that lie next to each other and are decoded together: 32 bytes, the unit in which memory is read."""
+PIECE = 8192
+"""Elements that one block decodes of rows that are cut."""
 DECODE_THREADS = 256
 ROW_THREADS = {8: 64, 32: 1024, 64: 2048, 128: 4096, 256: 8192}
 """By the threads that decode a row: its length at most. From 32 on that is what shared memory has for as many threads; a few

@@ -18,6 +18,7 @@ from torch import Tensor
 from thinwire.kernels.cuda.columns import COLLECT_THREADS, SEND_THREADS
 from thinwire.kernels.cuda.decode_parts import DECODE_THREADS, decode_parts
 from thinwire.kernels.cuda.dense import THREADS, cut_stretches, packed_bytes
+from thinwire.kernels.cuda.giants import BINS
 from thinwire.kernels.cuda.launch import Kernel, Site, Varying
 from thinwire.kernels.cuda.prepared import (
     BAD,
@@ -37,7 +38,7 @@ from thinwire.kernels.cuda.prepared import (
     USED,
     PreparedKernels,
 )
-from thinwire.kernels.cuda.tables import BINS, WARP, Tables, make_tables
+from thinwire.kernels.cuda.tables import WARP, Tables, make_tables
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Codec
 

@@ -15,8 +15,8 @@ CHUNK = 4096
 """Elements that one block collects candidates from."""
 CHUNKS_OF_GROUP = 32
 """Chunks that one block decides about."""
-HISTOGRAM_BINS = 1024
-"""BINS of search.cuh."""
+BINS = 1024
+"""Of search.cuh."""
 CANDIDATES_PER_ENTRY = 5
 ELEMENTS_PER_CANDIDATE = 20
 SPARE_CANDIDATES = 256
@@ -67,8 +67,7 @@ def make_giants(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) 
             places = [listed, room, edges, edge_room]
             giants.append([first, len(cut), len(heads), *places, *[0] * 7])
             first, listed, edges = first + len(cut), listed + room, edges + edge_room
-    if listed >= 1 << 31:
-        raise ExchangeError(f"a bucket's candidates ({listed}) do not fit 31-bit places")
+    check_listed(listed)
 
     def room_for(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -79,11 +78,17 @@ def make_giants(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) 
         groups=torch.cat(groups).to(device),
         giants=torch.tensor(giants, dtype=torch.int32).to(device),
         sections=room_for(first, 4),
-        histograms=room_for(len(giants), HISTOGRAM_BINS),
+        histograms=room_for(len(giants), BINS),
         list_values=room_for(listed, dtype=torch.float32),
         list_places=room_for(listed, dtype=torch.int16),
         edges=room_for(edges, 2),
     )
+
+
+def check_listed(candidates: int) -> None:
+    """Refuse lists whose places the kernels cannot count."""
+    if candidates >= 1 << 31:
+        raise ExchangeError(f"a bucket's candidates ({candidates}) do not fit 31-bit places")
 
 
 def cut_chunks(row: Tensor, number: int) -> Tensor:

@@ -32,10 +32,6 @@ MAX_ELEMENTS = 40
 """Elements of a row per lane: what fits in registers beside the search."""
 MOST_ELEMENTS = 64
 """The same for the longest rows, which have no more warps to spread over."""
-COLUMNS = 8
-"""Strided rows that lie next to each other and are decoded together: 32 bytes, the unit in which memory is read."""
-BINS = 1024
-PIECE = 8192
 WHOLE = 5120
 """A whole tensor of more elements is cut into chunks: many blocks share it. Then all whole tensors are: they share its launches."""
 GIANT = 1 << 18
@@ -166,12 +162,8 @@ def make_row_launch(
         bits,
         torch.cat(tables).to(device),
         torch.cat(parts).to(device),
-        no_guesses(tables, device),
+        torch.zeros(first, dtype=torch.int32, device=device),
     )
-
-
-def no_guesses(tables: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.zeros(sum(map(len, tables)), dtype=torch.int32, device=device)
 
 
 def describe_rows(group: Group, codec: Codec) -> list[Tensor]:

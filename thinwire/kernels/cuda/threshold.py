@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.errors import ExchangeError
+from thinwire.kernels.cuda.decode_parts import PIECE
+from thinwire.kernels.cuda.giants import BINS, check_listed
 from thinwire.kernels.cuda.launch import Site
 from thinwire.kernels.cuda.prepared import (
     BAD,
@@ -29,7 +30,7 @@ from thinwire.kernels.cuda.prepared import (
     USED,
     PreparedKernels,
 )
-from thinwire.kernels.cuda.tables import BINS, PIECE, WARP, index_places
+from thinwire.kernels.cuda.tables import WARP, index_places
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import FIXED_WORDS, SLOT_WORDS, Codec
 from thinwire.wire.floats import FloatCode
@@ -71,8 +72,7 @@ class Board:
             chunks += [[which, start] for start in starts]
             pieces += [[which, 1, start] for start in range(0, slot.numel, PIECE)]
             listed += room
-        if listed >= 1 << 31:
-            raise ExchangeError(f"a bucket's candidates ({listed}) do not fit 31-bit places")
+        check_listed(listed)
 
         def table(rows: list[list[int]]) -> Tensor:
             return on_device(torch.tensor(rows, dtype=torch.int32), device)
