@@ -43,6 +43,9 @@ COLUMNS = {
     "columns, packed": NARROW,
 }
 OTHERS = {
+    "few of a row": ("collect_rows.cu", PLAIN),
+    "few of a row, momentum": ("collect_rows.cu", MOMENTUM),
+    "few of a row, packed": ("collect_rows.cu", NARROW),
     "giants": ("encode_giants.cu", PLAIN),
     "giants, momentum": ("encode_giants.cu", MOMENTUM),
     "giants, Nesterov": ("encode_giants.cu", NESTEROV),

@@ -194,7 +194,7 @@ static __device__ __forceinline__ void encode_part(
         }
     }
     send_row(c, row, guesses + number, team, held, row.vector, payload, correction, bad);
-    report(had, bad, row, payload);
+    report(had, bad, row.slot, payload);
 }
 
 // The shapes from SHAPE on; only those that there are become code.

@@ -77,10 +77,10 @@ struct Momentum {
             put(at, x[0]);
     }
 
-    // One element: `last` is u and becomes the new one; returns the new v.
-    __device__ __forceinline__ float compensate(Gradient raw, float held, float scale, float& last, bool& had, bool& bad) const {
+    // One element: `last` is u and becomes the new one; returns the new v. Never contracted to one rounding: the reference rounds
+    // twice.
+    __device__ __forceinline__ float add(float gradient, float held, float scale, float& last) const {
 #if MOMENTUM
-        const float gradient = finite_gradient(raw, had, bad);
         last = __fadd_rn(__fmul_rn(__fmul_rn(last, ratio), factor), gradient);
         held = __fmul_rn(held, scale);
 #if MOMENTUM == 2
@@ -90,8 +90,13 @@ struct Momentum {
         return __fadd_rn(held, last);
 #endif
 #else
-        return ::compensate(raw, held, scale, had, bad);
+        return __fadd_rn(__fmul_rn(held, scale), gradient);
 #endif
+    }
+
+    // The same of a gradient that may not be finite.
+    __device__ __forceinline__ float compensate(Gradient raw, float held, float scale, float& last, bool& had, bool& bad) const {
+        return add(finite_gradient(raw, had, bad), held, scale, last);
     }
 
     // Write one chosen entry to the payload; returns what stays of v.

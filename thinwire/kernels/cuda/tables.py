@@ -15,6 +15,7 @@ from thinwire.kernels.cuda.columns import (
     make_column_launch,
 )
 from thinwire.kernels.cuda.giants import GiantLaunch, make_giants
+from thinwire.kernels.cuda.rows import RowCollection, aim_of, collect_rows
 from thinwire.plan.groups import Group
 from thinwire.select.rows import SlotRows
 from thinwire.wire.codec import FIXED_WORDS, Codec
@@ -58,6 +59,7 @@ class RowLaunch:
 class Tables:
     """Everything the kernels need to know about one codec on one group."""
 
+    collect_rows: RowCollection | None
     encode_rows: Sequence[RowLaunch]
     encode_columns: ColumnLaunch | None
     encode_giants: GiantLaunch | None
@@ -93,12 +95,15 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     device = group.device
     described = describe_rows(group, codec)
     by_team: dict[tuple[int, int], dict[tuple[int, int], list[Tensor]]] = {}
+    collected: list[tuple[SlotRows, Tensor]] = []
     columns: list[tuple[SlotRows, Tensor]] = []
     giants: list[tuple[SlotRows, Tensor]] = []
     cut_whole = any(rows.count == 1 and rows.length > WHOLE for rows in codec.table.rows)
     for rows, table in zip(codec.table.rows, described, strict=True):
         if is_giant(rows) or (cut_whole and rows.count == 1):
             giants.append((rows, table))
+        elif is_contiguous(rows) and aim_of(rows):
+            collected.append((rows, table))
         elif is_contiguous(rows):
             shape = register_shape(rows.length)
             assert shape is not None
@@ -108,6 +113,7 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     header = codec.fixed_header()
     places = torch.tensor([rows.entries for rows in codec.table.rows], dtype=torch.int32)
     return Tables(
+        collect_rows=collect_rows(collected, device) if collected else None,
         encode_rows=[
             make_row_launch(team, shapes, device) for (team, _), shapes in by_team.items()
         ],
@@ -178,7 +184,8 @@ def describe_rows(group: Group, codec: Codec) -> list[Tensor]:
         numbers = torch.arange(rows.count)
         first_index, width = first_indices[which]
         aligned = rows.stride == 1 and rows.length % 4 == 0
-        vector = ((offsets % 4 == 0) & ((offsets + into_bucket) % 4 == 0)).long() * int(aligned)
+        quads = (offsets % 4 == 0).long() * int(aligned)
+        vector = quads * ((offsets + into_bucket) % 4 == 0)
         columns = [
             offsets + into_bucket,
             offsets,
@@ -186,8 +193,8 @@ def describe_rows(group: Group, codec: Codec) -> list[Tensor]:
             first_index + numbers * rows.keep * width,
             torch.full((rows.count,), rows.length | rows.keep << 32),
             torch.full((rows.count,), rows.stride | which << 32),
-            width | vector << 32,
-            (codec.table.entry_starts[which] + numbers * rows.keep) << 32,
+            width | vector << 32 | quads << 48,
+            aim_of(rows) | (codec.table.entry_starts[which] + numbers * rows.keep) << 32,
         ]
         tables.append(torch.stack(columns, 1))
     return tables

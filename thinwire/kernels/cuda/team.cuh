@@ -49,6 +49,21 @@ struct RowTeam {
         return 0;
     }
 
+    // The same of what is already the warp's, and the sum over all of them.
+    __device__ __forceinline__ int before_all(int x, int& total) {
+        total = x;
+        if constexpr (ROW_WARPS > 1) {
+            int* all = share(x);
+            x = total = 0;
+            for (int w = 0; w < ROW_WARPS; ++w) {
+                if (w == warp) x = total;
+                total += all[w];
+            }
+            return x;
+        }
+        return 0;
+    }
+
     __device__ __forceinline__ int largest(int x) {
         x = warp_max(x);
         if constexpr (ROW_WARPS > 1) {
@@ -114,10 +129,10 @@ static __device__ __forceinline__ int search(
 }
 
 // What the lanes of a warp saw, to the payload.
-static __device__ __forceinline__ void report(bool had, bool bad, const Row& row, u8* payload) {
+static __device__ __forceinline__ void report(bool had, bool bad, int slot, u8* payload) {
     const u32 any_had = __ballot_sync(EVERY_LANE, had), any_bad = __ballot_sync(EVERY_LANE, bad);
     if ((threadIdx.x & 31) == 0) {
-        if (any_had) raise(had_word(payload, row.slot));
+        if (any_had) raise(had_word(payload, slot));
         if (any_bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
     }
 }
