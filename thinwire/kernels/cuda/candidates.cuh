@@ -13,8 +13,9 @@
 // Of a threshold from one step to the next, in octaves.
 #define MOST_GROWN 0.14f
 #define OCTAVE (1 << 23)
-// Probes that go by the counts before halving: halving alone ends for sure.
+// Probes that go by the counts before halving: halving alone ends for sure. It is also cheaper where few are in between.
 #define GUIDED_PROBES 8
+#define FEW_BETWEEN 8
 // What is no element of the row: not a number reaches no threshold, so that it is never chosen.
 #define NO_ELEMENT __int_as_float(0x7fffffff)
 
@@ -23,7 +24,7 @@
 static __device__ __forceinline__ float log2_of(float x) {
 #ifdef __CUDA_ARCH__
     float y;
-    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 #else
     return log2f(x);
@@ -33,7 +34,7 @@ static __device__ __forceinline__ float log2_of(float x) {
 static __device__ __forceinline__ float ratio_of(float x, float y) {
 #ifdef __CUDA_ARCH__
     float z;
-    asm("div.approx.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;
 #else
     return x / y;
@@ -107,13 +108,12 @@ struct Bits {
 
     __device__ __forceinline__ void load(const u32* words, int begin, int end) {
         const int lane = threadIdx.x & 31;
+        // From the last one on: the first ones, which fewer words have in common, would be taken and waited for before it is
+        // asked how many there are.
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            const int word = begin + 32 * i + lane;
-            // No branch, so that all loads leave together.
-            some[i] = words[(i64)min(word, end - 1) * GROUP];
-            some[i] = word < end ? some[i] : 0;
-        }
+        for (int i = WORDS - 1; i >= 0; --i) some[i] = words[(i64)min(begin + 32 * i + lane, end - 1) * GROUP];
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) some[i] = begin + 32 * i + lane < end ? some[i] : 0;
     }
 
     __device__ __forceinline__ int count() const {
@@ -144,6 +144,7 @@ struct Bits {
         for (int i = 0; i < WORDS; ++i) {
             const int first = (begin + 32 * i + lane) * WORD_ROWS;
             int place = starts[i];
+#pragma unroll 1
             for (u32 rest = some[i]; rest; rest &= rest - 1) places[place++] = first + __ffs(rest) - 1;
         }
     }
@@ -199,13 +200,17 @@ struct Threshold {
         if (reached == keep) return;
         if (guess <= 0) guess = largest();
         const float aim = log2_of((float)keep + 0.25f);
+#pragma unroll 1
         for (int probes = 0; reached != keep && high - low > 1; ++probes) {
             const int middle = min(max(guess, low + 1), high - 1), enough = count(__int_as_float(middle));
             if (enough >= keep)
                 low = middle, reached = enough;
             else
                 high = middle, fewer = enough;
-            guess = probes < GUIDED_PROBES ? expect(high, enough >= keep, aim) : low + (high - low) / 2;
+            if (probes < GUIDED_PROBES && (reached - fewer > FEW_BETWEEN || high - low > 2 * OCTAVE))
+                guess = expect(high, enough >= keep, aim);
+            else
+                guess = low + (high - low) / 2;
         }
     }
 
@@ -258,8 +263,9 @@ struct Taking {
 template <int EACH, int WARPS>
 static __device__ __forceinline__ int choose(
     const float* held, const Row& row, int listed, float cut, int guess, Crew<WARPS>& crew, const Candidates& list) {
-    const int lane = threadIdx.x & 31, part = (listed + 32 * WARPS - 1) / (32 * WARPS) * 32;
-    const int first = crew.warp * part + lane, end = min(crew.warp * part + part, listed);
+    // Warp w owns the w-th part, so that order is settled inside a warp and by one prefix over the warps.
+    const int part = WARPS == 1 ? listed : (listed + 32 * WARPS - 1) / (32 * WARPS) * 32, begin = crew.warp * part;
+    const int first = begin + (threadIdx.x & 31), end = min(begin + part, listed);
     float c[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) c[i] = held[(i64)list.places[min(first + 32 * i, listed - 1)] * row.stride];

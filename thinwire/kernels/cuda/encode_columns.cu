@@ -145,6 +145,15 @@ struct __align__(16) Column {
     int number;   // of its guess and its cut
     int together;
 };
+#define COLUMN_WORDS ((int)(sizeof(Column) / sizeof(int)))
+
+// In shared memory: fields that are needed late take no registers until then.
+static __device__ __forceinline__ void fetch_column(const Column* from, Column& to) {
+    const int lane = threadIdx.x & 31;
+    const int word = lane < COLUMN_WORDS ? reinterpret_cast<const int*>(from)[lane] : 0;
+    if (lane < COLUMN_WORDS) reinterpret_cast<int*>(&to)[lane] = word;
+    __syncwarp();
+}
 
 struct Sending {
     int places[BLOCK_LIST];
@@ -176,12 +185,19 @@ static __device__ __forceinline__ float next_cut(const Row& row, float threshold
     return exp2f(here + grown - (log2_of(aim) - keep) * octaves);
 }
 
-// What the next step starts from.
-static __device__ __forceinline__ void note(
-    const Columns& columns, const Column& column, int pattern, float before, float cut, int listed) {
-    const float threshold = __int_as_float(pattern);
-    columns.guesses[column.number] = pattern;
-    columns.cuts[column.number] = next_cut(column.row, threshold, before, cut, listed);
+// What is known of a column that has been sent. The next step's numbers are made from it for all columns of a block at once.
+struct Note {
+    int listed;   // candidates, or one of those below
+    int pattern;  // of the threshold
+    float before, cut;
+};
+#define NOTHING_TO_SEND (-2)
+#define NOT_SENT (-1)
+#define ALL_ELEMENTS 0
+
+static __device__ __forceinline__ void note_next(const Columns& columns, const Column& column, const Note& note) {
+    columns.guesses[column.number] = note.pattern;
+    columns.cuts[column.number] = next_cut(column.row, __int_as_float(note.pattern), note.before, note.cut, note.listed);
 }
 
 // The chosen ones, whose numbers in the list are `chosen`, to the payload.
@@ -190,31 +206,32 @@ static __device__ __forceinline__ void send_chosen(
     const Row& row, const Crew<WARPS>& crew, const Candidates& list, float* memory, u8* payload, const Momentum& correction,
     bool& bad) {
     float* held = memory + row.memory;
+#pragma unroll 1
     for (int e = crew.member(); e < row.keep; e += 32 * WARPS) {
         const int index = list.places[list.chosen[e]];
         held[(i64)index * row.stride] = correction.send(list.values[e], index, e, row, payload, bad);
     }
 }
 
-// One column from its candidates; false if these are too few, or more than the warps list.
+// One column from its candidates; not if these are too few, or more than the warps list.
 template <int WARPS>
-static __device__ __forceinline__ bool send_candidates(
+static __device__ __forceinline__ Note send_candidates(
     const Columns& columns, const Column& column, Crew<WARPS>& crew, const Candidates& list, const Momentum& correction,
     bool& bad) {
     const Row& row = column.row;
-    const float cut = columns.cuts[column.number] * columns.scale;
-    const float before = __int_as_float(columns.guesses[column.number]) * columns.scale;
+    // Multiplied only when the candidates are listed: the loads of these are not to wait for it.
+    const float last_cut = columns.cuts[column.number], last = __int_as_float(columns.guesses[column.number]);
     const int listed = list_candidates(columns.masks + column.masks, row, crew, list.places);
-    if (listed < row.keep || listed > WARPS * WARP_LIST) return false;
+    if (listed < row.keep || listed > WARPS * WARP_LIST) return {NOT_SENT};
+    const float cut = last_cut * columns.scale, before = last * columns.scale;
     const float* held = columns.memory + row.memory;
     const int pattern = choose_candidates(held, row, listed, cut, __float_as_int(before), crew, list);
     send_chosen(row, crew, list, columns.memory, columns.payload, correction, bad);
-    if (crew.member() == 0) note(columns, column, pattern, before, cut, listed);
-    return true;
+    return {listed, pattern, before, cut};
 }
 
 // One column from all its elements.
-static __device__ __forceinline__ void send_whole(
+static __device__ __forceinline__ Note send_whole(
     const Columns& columns, const Column& column, Crew<GROUP>& crew, float* room, const Momentum& correction, bool& bad) {
     const Row& row = column.row;
     const int lane = threadIdx.x & 31;
@@ -247,43 +264,42 @@ static __device__ __forceinline__ void send_whole(
         int place;
         if (taking.take(c, place)) held[(i64)i * row.stride] = correction.send(c, i, place, row, columns.payload, bad);
     }
-    if (crew.member() == 0) note(columns, column, found.low, before, 0.0f, 0);
+    return {ALL_ELEMENTS, found.low, before, 0.0f};
 }
 
 extern "C" __global__ __launch_bounds__(SEND_THREADS, SENDING_AT_ONCE) void columns_send(
     float* memory, u8* payload, const Column* table, const u32* masks, int* guesses, float* cuts,
     const float* ratio MOMENTUM_PARAMETERS) {
     __shared__ __align__(16) Sending lists;
+    __shared__ __align__(16) Column taken[GROUP];
     __shared__ __align__(16) int words[2 * GROUP];
-    __shared__ int left[GROUP];
+    __shared__ Note notes[GROUP];
     const int warp = threadIdx.x / 32;
-    table += blockIdx.x * GROUP;
-    Column column = table[warp];
     const Columns columns = {memory, payload, masks, guesses, cuts, *ratio};
     const Momentum correction = MOMENTUM_OF_GROUP;
+    Column& mine = taken[warp];
+    fetch_column(table + blockIdx.x * GROUP + warp, mine);
     bool bad = false;
-    int number = 0, end = 1;
-    if (!column.together) {
+    Note note = {mine.row.keep && (warp == 0 || !mine.together) ? NOT_SENT : NOTHING_TO_SEND};
+    if (mine.row.keep && !mine.together) {
         Crew<1> alone = {words, 0, 0};
         const int first = warp * WARP_LIST;
-        const Candidates list = {lists.places + first, lists.values + first, lists.chosen + first};
-        const bool done = column.row.keep == 0 || send_candidates(columns, column, alone, list, correction, bad);
-        if ((threadIdx.x & 31) == 0) left[warp] = !done;
-        __syncthreads();
-        end = GROUP;
+        note = send_candidates(
+            columns, mine, alone, {lists.places + first, lists.values + first, lists.chosen + first}, correction, bad);
     }
+    if ((threadIdx.x & 31) == 0) notes[warp] = note;
+    __syncthreads();
     Crew<GROUP> crew = {words, 0, warp};
-    for (; number < end; ++number) {
-        if (end > 1) {
-            if (!left[number]) continue;
-            column = table[number];
-        }
-        const Candidates list = {lists.places, lists.values, lists.chosen};
-        if (!send_candidates(columns, column, crew, list, correction, bad)) {
-            __syncthreads();
-            send_whole(columns, column, crew, reinterpret_cast<float*>(lists.places), correction, bad);
-        }
+    for (int c = 0; c < GROUP; ++c) {
+        if (notes[c].listed != NOT_SENT) continue;
+        note = send_candidates(columns, taken[c], crew, {lists.places, lists.values, lists.chosen}, correction, bad);
+        __syncthreads();
+        if (note.listed == NOT_SENT)
+            note = send_whole(columns, taken[c], crew, reinterpret_cast<float*>(lists.places), correction, bad);
+        if (threadIdx.x == 0) notes[c] = note;
         __syncthreads();
     }
+    if (threadIdx.x < GROUP && notes[threadIdx.x].listed != NOTHING_TO_SEND)
+        note_next(columns, taken[threadIdx.x], notes[threadIdx.x]);
     if (bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
 }
