@@ -169,6 +169,14 @@ def test_long_columns(kernels, density, gradients):  # noqa: F811
     compare(kernels, adtopk(density, axis=0), gradients, shapes=shapes, steps=4, world=1)
 
 
+@pytest.mark.parametrize("gradients", [random, tied])
+@pytest.mark.parametrize("density", [0.005, 0.03, 0.06])
+def test_columns_of_a_warp_by_words_and_candidates(kernels, density, gradients):  # noqa: F811
+    """Two words and eight to a lane; two, four and sixteen candidates to a lane of the warp or of its block."""
+    shapes = {"words": (2048, 8), "more": (2049, 9), "longest": (columns.LONG, 4)}
+    compare(kernels, adtopk(density, axis=0), gradients, shapes=shapes, steps=4, world=1)
+
+
 def test_columns_too_crowded_for_a_block_are_cut_into_chunks(kernels, monkeypatch):  # noqa: F811
     monkeypatch.setattr(tables, "GIANT", 10_000)
     monkeypatch.setattr(tables, "BLOCK_LIST", 100)
