@@ -23,8 +23,11 @@
 #if MOMENTUM
 #define COLLECT_BLOCKS 3
 #else
-#define COLLECT_BLOCKS 4
+#define COLLECT_BLOCKS 5
 #endif
+
+// Candidates of a chunk, six times the usual number.
+#define CROWDED 512
 
 #define SEEN_GRADIENT 1
 #define SEEN_BAD 2
@@ -106,31 +109,35 @@ static __device__ __forceinline__ u32 find_candidates(const float* c, int left, 
     return mask;
 }
 
-// The candidates of a warp's part, which begins at `part` in its chunk, to the list from `next` on, in order.
+// A warp's candidates, in order, to its places in shared memory; returns how many there are.
 template <bool VECTOR>
-static __device__ __forceinline__ void append(const float* c, u32 mask, int part, int next, const Lists& lists) {
+static __device__ __forceinline__ int gather(const float* c, u32 mask, int part, float* values, u16* places) {
     const int lane = threadIdx.x & 31;
+    int next = 0;
+    if (VECTOR) {
+        // Four neighbours are one lane's: a byte for each four, and one sum over the lanes for all bytes.
+        int counts = 0;
 #pragma unroll
-    for (int i = 0; i < QUADS; ++i) {
-        u32 ballots[4];
-        int at = next;
+        for (int i = 0; i < QUADS; ++i) counts |= __popc((mask >> (4 * i)) & 15) << (8 * i);
+        const int upto = sum_upto(counts, lane), total = __shfl_sync(EVERY_LANE, upto, 31);
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            ballots[q] = __ballot_sync(EVERY_LANE, (mask >> (4 * i + q)) & 1);
-            // Four neighbours are one lane's.
-            if (VECTOR) at += lanes_before(ballots[q], lane);
+        for (int i = 0; i < QUADS; ++i) {
+            int at = next + (((u32)(upto - counts) >> (8 * i)) & 255);
+#pragma unroll
+            for (int e = 4 * i; e < 4 * i + 4; ++e)
+                if ((mask >> e) & 1) values[at] = c[e], places[at++] = (u16)(part + place_of<VECTOR>(e, lane));
+            next += ((u32)total >> (8 * i)) & 255;
         }
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            const int e = 4 * i + q, mine = VECTOR ? at : next + lanes_before(ballots[q], lane);
-            if ((mask >> e) & 1) {
-                lists.values[mine] = c[e];
-                lists.places[mine] = (u16)(part + place_of<VECTOR>(e, lane));
-                ++at;
-            }
-            next += __popc(ballots[q]);
-        }
+        return next;
     }
+#pragma unroll
+    for (int e = 0; e < PER_LANE; ++e) {
+        const u32 ballot = __ballot_sync(EVERY_LANE, (mask >> e) & 1);
+        const int at = next + lanes_before(ballot, lane);
+        if ((mask >> e) & 1) values[at] = c[e], places[at] = (u16)(part + place_of<VECTOR>(e, lane));
+        next += __popc(ballot);
+    }
+    return next;
 }
 
 // Where a chunk's candidates go in the list; -1 if they do not fit, and then they are only counted.
@@ -151,9 +158,27 @@ static __device__ __forceinline__ void report(const int* seen, int slot, u8* pay
 }
 
 struct CollectShared {
+    float values[THREADS * PER_LANE];
+    u16 places[THREADS * PER_LANE];
     u32 histogram[BINS];
     int counts[WARPS], seen[WARPS], begin;
 };
+
+// A chunk's candidates to the histogram. Few go there by themselves; where they are many, they would queue at its bins.
+static __device__ __forceinline__ void tell_histogram(
+    const float* values, int mine, int total, const Window& window, u32* histogram, u32* near) {
+    const int lane = threadIdx.x & 31;
+    if (total <= CROWDED) {
+        for (int i = lane; i < mine; i += 32) atomicAdd(&histogram[window.bin(magnitude(values[i]))], 1u);
+        return;
+    }
+    for (int i = threadIdx.x; i < BINS; i += THREADS) near[i] = 0;
+    __syncthreads();
+    for (int i = lane; i < mine; i += 32) atomicAdd(&near[window.bin(magnitude(values[i]))], 1u);
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += THREADS)
+        if (near[i]) atomicAdd(&histogram[i], near[i]);
+}
 
 template <bool VECTOR>
 static __device__ __forceinline__ void collect_chunk(
@@ -162,8 +187,6 @@ static __device__ __forceinline__ void collect_chunk(
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = warp * WARP_PART, left = chunk.count - part;
     // Looked at when the elements are there: they are not to wait for it.
     const int cut = giant.cut;
-#pragma unroll
-    for (int i = 0; i < BINS / THREADS; ++i) shared.histogram[i * THREADS + threadIdx.x] = 0;
     float c[PER_LANE];
     u32 mask = 0;
     bool had = false, bad = false;
@@ -173,30 +196,26 @@ static __device__ __forceinline__ void collect_chunk(
             bucket + chunk.gradient + at, memory, chunk.memory + at, chunk.stride, left, scale, correction, c, had, bad);
         mask = find_candidates<VECTOR>(c, left, window_of(cut, scale).cut);
     }
-    const int mine = warp_sum(__popc(mask));
+    const int mine = gather<VECTOR>(c, mask, part, shared.values + part, shared.places + part);
     const u32 any_had = __ballot_sync(EVERY_LANE, had), any_bad = __ballot_sync(EVERY_LANE, bad);
     if (lane == 0) {
         shared.counts[warp] = mine;
         shared.seen[warp] = (any_had ? SEEN_GRADIENT : 0) | (any_bad ? SEEN_BAD : 0);
     }
     __syncthreads();
-    const Window window = window_of(cut, scale);
     // Two that wait for memory; meanwhile the others count.
     if (threadIdx.x == 0) shared.begin = allot(giant, section, shared.counts);
     if (threadIdx.x == 32) report(shared.seen, chunk.slot, payload);
+    int before = 0, total = 0;
 #pragma unroll
-    for (int e = 0; e < PER_LANE; ++e)
-        if ((mask >> e) & 1) atomicAdd(&shared.histogram[window.bin(magnitude(c[e]))], 1u);
+    for (int w = 0; w < WARPS; ++w) before += w < warp ? shared.counts[w] : 0, total += shared.counts[w];
+    tell_histogram(shared.values + part, mine, total, window_of(cut, scale), histogram, shared.histogram);
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < BINS / THREADS; ++i) {
-        const u32 here = shared.histogram[i * THREADS + threadIdx.x];
-        if (here) atomicAdd(&histogram[i * THREADS + threadIdx.x], here);
+    if (shared.begin < 0) return;
+    for (int i = lane; i < mine; i += 32) {
+        lists.values[shared.begin + before + i] = shared.values[part + i];
+        lists.places[shared.begin + before + i] = shared.places[part + i];
     }
-    if (shared.begin < 0 || mine == 0) return;
-    int next = shared.begin;
-    for (int w = 0; w < warp; ++w) next += shared.counts[w];
-    append<VECTOR>(c, mask, part, next, lists);
 }
 
 extern "C" __global__ __launch_bounds__(THREADS, COLLECT_BLOCKS) void giants_collect(
