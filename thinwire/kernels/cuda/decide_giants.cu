@@ -23,11 +23,13 @@ static __device__ __forceinline__ int lower_cut(int cut, int total, int target) 
     return cut - (int)(fminf(missing, 2.0f) * (float)(1 << 21));
 }
 
-// The same for all blocks of a row, from the histogram of its candidates. `answer` has 4 places.
+// The same for all blocks of a row, from the histograms of its candidates. `answer` has 4 places.
 static __device__ __forceinline__ Verdict judge(
     const Row& row, const Giant& giant, const Window& window, const u32* histogram, int* words, int* answer) {
-    const int bin = BINS - 1 - (int)threadIdx.x, here = (int)histogram[bin], target = target_of(row);
-    int total;
+    const int bin = BINS - 1 - (int)threadIdx.x, target = target_of(row);
+    int here = 0, total;
+#pragma unroll 4
+    for (int copy = 0; copy < giant.copies; ++copy) here += (int)histogram[copy * BINS + bin];
     const int upto = block_sum_upto(here, words, total), before = upto - here;
     if (upto >= row.keep && before < row.keep) answer[0] = bin, answer[1] = before, answer[2] = here;
     if (upto >= target && before < target) {
@@ -120,22 +122,39 @@ static __device__ __forceinline__ void count_all(const Giant& giant, Section* se
 }
 
 // From how many exceed `low` and equal it in each chunk to where its entries begin and how many ties it sends, of `ties` in all.
+// A thread has up to BATCH neighbours, whose loads are under way at once.
 static __device__ __forceinline__ void place_sections(Section* sections, int chunks, int ties, int* words) {
-    const int each = (chunks + BINS - 1) / BINS, first = min(each * (int)threadIdx.x, chunks), end = min(first + each, chunks);
-    int tied = 0, sent = 0, total;
-    for (int i = first; i < end; ++i) tied += sections[i].ties;
-    int before = block_sum_upto(tied, words, total) - tied;
-    for (int i = first; i < end; ++i) {
-        const int here = sections[i].ties, allowed = max(0, min(here, ties - before));
-        before += here;
-        sections[i].ties = allowed;
-        sent += sections[i].place + allowed;
-    }
-    int place = block_sum_upto(sent, words, total) - sent;
-    for (int i = first; i < end; ++i) {
-        const int here = sections[i].place + sections[i].ties;
-        sections[i].place = place;
-        place += here;
+    int tied_before = 0, sent_before = 0;
+    for (int base = 0; base < chunks; base += BATCH * BINS) {
+        const int count = min(chunks - base, BATCH * BINS), each = (count + BINS - 1) / BINS;
+        const int first = base + each * (int)threadIdx.x, end = min(first + each, base + count);
+        int above[BATCH], tied[BATCH], all_tied = 0, sent = 0, total;
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const Section& section = sections[min(first + b, chunks - 1)];
+            above[b] = section.place, tied[b] = section.ties;
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (first + b >= end) above[b] = tied[b] = 0;
+            all_tied += tied[b];
+        }
+        int before = tied_before + block_sum_upto(all_tied, words, total) - all_tied;
+        tied_before += total;
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int here = tied[b];
+            tied[b] = max(0, min(here, ties - before));
+            before += here;
+            sent += above[b] + tied[b];
+        }
+        int place = sent_before + block_sum_upto(sent, words, total) - sent;
+        sent_before += total;
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (first + b < end) sections[first + b].place = place, sections[first + b].ties = tied[b];
+            place += above[b] + tied[b];
+        }
     }
 }
 
@@ -204,7 +223,7 @@ extern "C" __global__ __launch_bounds__(BINS) void giants_decide(
     const Group group = groups[blockIdx.x];
     const Row row = rows[group.row];
     Giant& giant = giants[group.row];
-    u32* counted = histograms + (i64)group.row * BINS;
+    u32* counted = histograms + (i64)giant.histogram * BINS;
     const int number = group.first + (int)threadIdx.x / 32;
     const bool live = number < giant.first + giant.chunks;
     Section section = sections[live ? number : group.first];
@@ -227,7 +246,7 @@ extern "C" __global__ __launch_bounds__(BINS) void giants_decide(
         memory, row, chunks, giant, sections, list_values, edges, verdict, ties, histogram, words, answer);
     __syncthreads();
     place_sections(sections + giant.first, giant.chunks, ties, words);
-    counted[threadIdx.x] = 0;
+    for (int copy = 0; copy < giant.copies; ++copy) counted[copy * BINS + threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         giant.cut = max(1, verdict.way == SLOW ? low - (1 << 21) : min(verdict.cut, low));
         giant.listed = giant.relisted = giant.edges = giant.done = 0;

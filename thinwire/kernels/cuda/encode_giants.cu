@@ -23,7 +23,7 @@
 #if MOMENTUM
 #define COLLECT_BLOCKS 3
 #else
-#define COLLECT_BLOCKS 5
+#define COLLECT_BLOCKS 4
 #endif
 
 // Candidates of a chunk, six times the usual number.
@@ -98,20 +98,36 @@ static __device__ __forceinline__ void compensate_part(
     }
 }
 
-// One bit per element of the lane that reaches the cut.
+// One bit per element of the lane that reaches the cut; four neighbours are all before the end or all behind it.
 template <bool VECTOR>
 static __device__ __forceinline__ u32 find_candidates(const float* c, int left, int cut) {
     const int lane = threadIdx.x & 31;
     u32 mask = 0;
 #pragma unroll
-    for (int e = 0; e < PER_LANE; ++e)
-        if (magnitude(c[e]) >= cut && place_of<VECTOR>(e, lane) < left) mask |= 1u << e;
+    for (int e = 0; e < PER_LANE; ++e) {
+        const u32 bound = place_of<VECTOR>(VECTOR ? e / 4 * 4 : e, lane) < left ? (u32)cut : 0xffffffffu;
+        if ((u32)magnitude(c[e]) >= bound) mask |= 1u << e;
+    }
     return mask;
 }
 
-// A warp's candidates, in order, to its places in shared memory; returns how many there are.
+// A warp's elements to shared memory, from where they are taken by place: those of a lane's registers cannot be.
 template <bool VECTOR>
-static __device__ __forceinline__ int gather(const float* c, u32 mask, int part, float* values, u16* places) {
+static __device__ __forceinline__ void put_down(const float* c, float* values) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) {
+        const float* mine = c + 4 * i;
+        if (VECTOR)
+            reinterpret_cast<float4*>(values)[32 * i + lane] = make_float4(mine[0], mine[1], mine[2], mine[3]);
+        else
+            for (int q = 0; q < 4; ++q) values[place_of<VECTOR>(4 * i + q, lane)] = mine[q];
+    }
+}
+
+// The places of a warp's candidates, in order; returns how many there are.
+template <bool VECTOR>
+static __device__ __forceinline__ int list_places(u32 mask, int part, u16* places) {
     const int lane = threadIdx.x & 31;
     int next = 0;
     if (VECTOR) {
@@ -123,9 +139,9 @@ static __device__ __forceinline__ int gather(const float* c, u32 mask, int part,
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) {
             int at = next + (((u32)(upto - counts) >> (8 * i)) & 255);
-#pragma unroll
-            for (int e = 4 * i; e < 4 * i + 4; ++e)
-                if ((mask >> e) & 1) values[at] = c[e], places[at++] = (u16)(part + place_of<VECTOR>(e, lane));
+#pragma unroll 1
+            for (u32 rest = (mask >> (4 * i)) & 15; rest; rest &= rest - 1)
+                places[at++] = (u16)(part + place_of<VECTOR>(4 * i, lane) + __ffs(rest) - 1);
             next += ((u32)total >> (8 * i)) & 255;
         }
         return next;
@@ -133,8 +149,7 @@ static __device__ __forceinline__ int gather(const float* c, u32 mask, int part,
 #pragma unroll
     for (int e = 0; e < PER_LANE; ++e) {
         const u32 ballot = __ballot_sync(EVERY_LANE, (mask >> e) & 1);
-        const int at = next + lanes_before(ballot, lane);
-        if ((mask >> e) & 1) values[at] = c[e], places[at] = (u16)(part + place_of<VECTOR>(e, lane));
+        if ((mask >> e) & 1) places[next + lanes_before(ballot, lane)] = (u16)(part + place_of<VECTOR>(e, lane));
         next += __popc(ballot);
     }
     return next;
@@ -157,24 +172,26 @@ static __device__ __forceinline__ void report(const int* seen, int slot, u8* pay
     if (all & SEEN_BAD) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
 }
 
-struct CollectShared {
+struct __align__(16) CollectShared {
     float values[THREADS * PER_LANE];
-    u16 places[THREADS * PER_LANE];
+    u16 places[THREADS * PER_LANE];  // of a warp's candidates, from its part on
     u32 histogram[BINS];
     int counts[WARPS], seen[WARPS], begin;
 };
 
 // A chunk's candidates to the histogram. Few go there by themselves; where they are many, they would queue at its bins.
 static __device__ __forceinline__ void tell_histogram(
-    const float* values, int mine, int total, const Window& window, u32* histogram, u32* near) {
+    const float* values, const u16* places, int mine, int total, const Window& window, u32* histogram, u32* near) {
     const int lane = threadIdx.x & 31;
     if (total <= CROWDED) {
-        for (int i = lane; i < mine; i += 32) atomicAdd(&histogram[window.bin(magnitude(values[i]))], 1u);
+#pragma unroll 1
+        for (int i = lane; i < mine; i += 32) atomicAdd(&histogram[window.bin(magnitude(values[places[i]]))], 1u);
         return;
     }
+#pragma unroll 1
     for (int i = threadIdx.x; i < BINS; i += THREADS) near[i] = 0;
     __syncthreads();
-    for (int i = lane; i < mine; i += 32) atomicAdd(&near[window.bin(magnitude(values[i]))], 1u);
+    for (int i = lane; i < mine; i += 32) atomicAdd(&near[window.bin(magnitude(values[places[i]]))], 1u);
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += THREADS)
         if (near[i]) atomicAdd(&histogram[i], near[i]);
@@ -196,7 +213,9 @@ static __device__ __forceinline__ void collect_chunk(
             bucket + chunk.gradient + at, memory, chunk.memory + at, chunk.stride, left, scale, correction, c, had, bad);
         mask = find_candidates<VECTOR>(c, left, window_of(cut, scale).cut);
     }
-    const int mine = gather<VECTOR>(c, mask, part, shared.values + part, shared.places + part);
+    put_down<VECTOR>(c, shared.values + part);
+    const u16* places = shared.places + part;
+    const int mine = list_places<VECTOR>(mask, part, shared.places + part);
     const u32 any_had = __ballot_sync(EVERY_LANE, had), any_bad = __ballot_sync(EVERY_LANE, bad);
     if (lane == 0) {
         shared.counts[warp] = mine;
@@ -209,12 +228,13 @@ static __device__ __forceinline__ void collect_chunk(
     int before = 0, total = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) before += w < warp ? shared.counts[w] : 0, total += shared.counts[w];
-    tell_histogram(shared.values + part, mine, total, window_of(cut, scale), histogram, shared.histogram);
+    tell_histogram(shared.values, places, mine, total, window_of(cut, scale), histogram, shared.histogram);
     __syncthreads();
     if (shared.begin < 0) return;
+#pragma unroll 1
     for (int i = lane; i < mine; i += 32) {
-        lists.values[shared.begin + before + i] = shared.values[part + i];
-        lists.places[shared.begin + before + i] = shared.places[part + i];
+        const int place = places[i], at = shared.begin + before + i;
+        lists.values[at] = shared.values[place], lists.places[at] = (u16)place;
     }
 }
 
@@ -227,7 +247,7 @@ extern "C" __global__ __launch_bounds__(THREADS, COLLECT_BLOCKS) void giants_col
     const Momentum correction = MOMENTUM_OF_GROUP;
     Giant& giant = giants[chunk.row];
     Section& section = sections[blockIdx.x];
-    u32* histogram = histograms + (i64)chunk.row * BINS;
+    u32* histogram = histograms + (i64)(giant.histogram + ((int)blockIdx.x & (giant.copies - 1))) * BINS;
     const Lists lists = {list_values, list_places};
     if (chunk.vector)
         collect_chunk<true>(bucket, memory, payload, chunk, giant, section, histogram, lists, scale, correction, shared);
