@@ -218,6 +218,13 @@ def test_several_histograms(kernels, monkeypatch):  # noqa: F811
     assert [giants.histograms_of(count) for count in (1, 2, 3, 5, 14, 900)] == [1, 1, 2, 4, 8, 16]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_more_chunks_than_are_placed_in_one_round(kernels, monkeypatch, tied):  # noqa: F811
+    monkeypatch.setattr(giants, "CHUNK", 16)
+    gradients = changed(lambda g, count: (2 * g).round() if tied else g)
+    run(kernels, topk(), gradients, shapes={"tensor": (7, 10_000)}, steps=3, world=1)
+
+
 def test_few_crowded_columns(kernels, monkeypatch):  # noqa: F811
     monkeypatch.setattr(tables, "GIANT", 20_000)
     monkeypatch.setattr(tables, "BLOCK_LIST", 100)

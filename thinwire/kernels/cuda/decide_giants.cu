@@ -3,6 +3,9 @@
 #include "search.cuh"
 #include "giants.cuh"
 
+// Chunks of a thread that are placed in one round; more would not fit the registers of two blocks on a multiprocessor.
+#define PLACED_AT_ONCE 4
+
 struct Verdict {
     int way;
     int low, high;  // the keep-th magnitude is one of these patterns ...
@@ -122,27 +125,27 @@ static __device__ __forceinline__ void count_all(const Giant& giant, Section* se
 }
 
 // From how many exceed `low` and equal it in each chunk to where its entries begin and how many ties it sends, of `ties` in all.
-// A thread has up to BATCH neighbours, whose loads are under way at once.
+// A thread has up to PLACED_AT_ONCE neighbours, whose loads are under way at once.
 static __device__ __forceinline__ void place_sections(Section* sections, int chunks, int ties, int* words) {
     int tied_before = 0, sent_before = 0;
-    for (int base = 0; base < chunks; base += BATCH * BINS) {
-        const int count = min(chunks - base, BATCH * BINS), each = (count + BINS - 1) / BINS;
+    for (int base = 0; base < chunks; base += PLACED_AT_ONCE * BINS) {
+        const int count = min(chunks - base, PLACED_AT_ONCE * BINS), each = (count + BINS - 1) / BINS;
         const int first = base + each * (int)threadIdx.x, end = min(first + each, base + count);
-        int above[BATCH], tied[BATCH], all_tied = 0, sent = 0, total;
+        int above[PLACED_AT_ONCE], tied[PLACED_AT_ONCE], all_tied = 0, sent = 0, total;
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
+        for (int b = 0; b < PLACED_AT_ONCE; ++b) {
             const Section& section = sections[min(first + b, chunks - 1)];
             above[b] = section.place, tied[b] = section.ties;
         }
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
+        for (int b = 0; b < PLACED_AT_ONCE; ++b) {
             if (first + b >= end) above[b] = tied[b] = 0;
             all_tied += tied[b];
         }
         int before = tied_before + block_sum_upto(all_tied, words, total) - all_tied;
         tied_before += total;
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
+        for (int b = 0; b < PLACED_AT_ONCE; ++b) {
             const int here = tied[b];
             tied[b] = max(0, min(here, ties - before));
             before += here;
@@ -151,7 +154,7 @@ static __device__ __forceinline__ void place_sections(Section* sections, int chu
         int place = sent_before + block_sum_upto(sent, words, total) - sent;
         sent_before += total;
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
+        for (int b = 0; b < PLACED_AT_ONCE; ++b) {
             if (first + b < end) sections[first + b].place = place, sections[first + b].ties = tied[b];
             place += above[b] + tied[b];
         }
@@ -215,7 +218,7 @@ static __device__ __forceinline__ int find_low(
     return low;
 }
 
-extern "C" __global__ __launch_bounds__(BINS) void giants_decide(
+extern "C" __global__ __launch_bounds__(BINS, 2) void giants_decide(
     const float* memory, const Row* rows, const Chunk* chunks, const Group* groups, Giant* giants, Section* sections,
     u32* histograms, float* list_values, u16* list_places, Edge* edges, const float* ratio) {
     __shared__ u32 histogram[BINS];
