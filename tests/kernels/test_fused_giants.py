@@ -218,6 +218,19 @@ def test_several_histograms(kernels, monkeypatch):  # noqa: F811
     assert [giants.histograms_of(count) for count in (1, 2, 3, 5, 14, 900)] == [1, 1, 2, 4, 8, 16]
 
 
+def test_more_in_the_deciding_bin_than_are_compared_each_with_each(kernels, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(giants, "ENTRIES_PER_EDGE", 1)
+
+    def crowd(g, count):
+        flat = g.flatten() * 0.1
+        some = flat[:: len(flat) // 700]
+        some.copy_(5.0 + 1e-4 * torch.rand(len(some), generator=torch.Generator().manual_seed(count)))
+        return flat.view(g.shape)
+
+    seen = run(kernels, topk(), changed(crowd), world=1)
+    assert SLOW not in all_of(seen)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_more_chunks_than_are_placed_in_one_round(kernels, monkeypatch, tied):  # noqa: F811
     monkeypatch.setattr(giants, "CHUNK", 16)

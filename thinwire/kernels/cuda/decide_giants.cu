@@ -6,6 +6,9 @@
 // Chunks of a thread that are placed in one round; more would not fit the registers of two blocks on a multiprocessor.
 #define PLACED_AT_ONCE 4
 
+// So few are compared each with each, which is faster than two rounds of a histogram.
+#define FEW_EDGES 256
+
 struct Verdict {
     int way;
     int low, high;  // the keep-th magnitude is one of these patterns ...
@@ -173,6 +176,23 @@ static __device__ __forceinline__ bool is_last(Giant& giant, int* answer) {
     return *answer != 0;
 }
 
+// The pattern of the `wanted`-th of up to FEW_EDGES magnitudes, and how many exceed it.
+static __device__ __forceinline__ int rank_edges(const Edge* edges, int count, int wanted, int& above, u32* near, int* answer) {
+    const int mine = (int)threadIdx.x < count ? edges[threadIdx.x].bits : -1;
+    if (threadIdx.x < FEW_EDGES) near[threadIdx.x] = (u32)mine;
+    __syncthreads();
+    if (mine >= 0) {
+        int more = 0, same = 0;
+#pragma unroll 4
+        for (int i = 0; i < count; ++i) more += (int)near[i] > mine, same += (int)near[i] == mine;
+        // All whose rank it is are equal.
+        if (more < wanted && more + same >= wanted) answer[0] = mine, answer[1] = more;
+    }
+    __syncthreads();
+    above = answer[1];
+    return answer[0];
+}
+
 // The pattern of the keep-th magnitude; sections know how many of theirs exceed and equal it, `ties` how many of these are sent.
 static __device__ __forceinline__ int find_low(
     const float* memory, const Row& row, const Chunk* chunks, const Giant& giant, Section* sections, const float* values,
@@ -197,7 +217,11 @@ static __device__ __forceinline__ int find_low(
     while ((last - first) >> span) ++span;
     if (count <= giant.edge_room) {
         edges += giant.edge;
-        low = first + find_pattern([=](int i) { return edges[i].bits - first; }, count, wanted, above, histogram, words, answer, span);
+        const auto bits_at = [=](int i) { return edges[i].bits - first; };
+        if (count <= FEW_EDGES)
+            low = rank_edges(edges, count, wanted, above, histogram, answer);
+        else
+            low = first + find_pattern(bits_at, count, wanted, above, histogram, words, answer, span);
         for (int i = threadIdx.x; i < count; i += BINS) {
             if (edges[i].bits > low) atomicAdd(reinterpret_cast<u32*>(&sections[edges[i].chunk].place), 1u);
             if (edges[i].bits == low) atomicAdd(reinterpret_cast<u32*>(&sections[edges[i].chunk].ties), 1u);
