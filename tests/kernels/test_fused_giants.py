@@ -224,7 +224,9 @@ def test_more_in_the_deciding_bin_than_are_compared_each_with_each(kernels, monk
     def crowd(g, count):
         flat = g.flatten() * 0.1
         some = flat[:: len(flat) // 700]
-        some.copy_(5.0 + 1e-4 * torch.rand(len(some), generator=torch.Generator().manual_seed(count)))
+        some.copy_(
+            5.0 + 1e-4 * torch.rand(len(some), generator=torch.Generator().manual_seed(count))
+        )
         return flat.view(g.shape)
 
     seen = run(kernels, topk(), changed(crowd), world=1)

@@ -155,6 +155,7 @@ static __device__ __forceinline__ void fetch_column(const Column* from, Column& 
     __syncwarp();
 }
 
+// Where whole columns are looked at, places and values are one room for their elements.
 struct Sending {
     int places[BLOCK_LIST];
     float values[BLOCK_LIST];
@@ -295,7 +296,7 @@ extern "C" __global__ __launch_bounds__(SEND_THREADS, SENDING_AT_ONCE) void colu
         note = send_candidates(columns, taken[c], crew, {lists.places, lists.values, lists.chosen}, correction, bad);
         __syncthreads();
         if (note.listed == NOT_SENT)
-            note = send_whole(columns, taken[c], crew, reinterpret_cast<float*>(lists.places), correction, bad);
+            note = send_whole(columns, taken[c], crew, reinterpret_cast<float*>(&lists), correction, bad);
         if (threadIdx.x == 0) notes[c] = note;
         __syncthreads();
     }
