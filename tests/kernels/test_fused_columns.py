@@ -169,6 +169,14 @@ def test_long_columns(kernels, density, gradients):  # noqa: F811
     compare(kernels, adtopk(density, axis=0), gradients, shapes=shapes, steps=4, world=1)
 
 
+@pytest.mark.parametrize("gradients", [random, tied])
+@pytest.mark.parametrize("density", [0.005, 0.03, 0.06])
+def test_columns_of_a_warp_by_words_and_candidates(kernels, density, gradients):  # noqa: F811
+    """Two words and eight to a lane; two, four and sixteen candidates to a lane of the warp or of its block."""
+    shapes = {"words": (2048, 8), "more": (2049, 9), "longest": (columns.LONG, 4)}
+    compare(kernels, adtopk(density, axis=0), gradients, shapes=shapes, steps=4, world=1)
+
+
 def test_columns_too_crowded_for_a_block_are_cut_into_chunks(kernels, monkeypatch):  # noqa: F811
     monkeypatch.setattr(tables, "GIANT", 10_000)
     monkeypatch.setattr(tables, "BLOCK_LIST", 100)
@@ -176,7 +184,7 @@ def test_columns_too_crowded_for_a_block_are_cut_into_chunks(kernels, monkeypatc
     fast, _ = compare(kernels, adtopk(0.1, axis=0), random, shapes=shapes, steps=2)
     for made in made_for(fast):
         assert len(made.tables.encode_giants.rows) == 5
-        assert len(made.tables.encode_columns.rows) == 40
+        assert len(made.tables.encode_columns.cuts) == 40
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])

@@ -10,7 +10,7 @@ import torch
 import thinwire as tw
 from tests.kernels.cpu_compiler import needs_compiler
 from tests.kernels.test_fused import compare, dgc, kernels, random  # noqa: F401
-from thinwire.kernels.cuda import tables
+from thinwire.kernels.cuda import giants, tables
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 READY, AGAIN, FEW, SLOW = range(4)
@@ -208,6 +208,36 @@ def test_momentum(kernels, nesterov, masking):  # noqa: F811
     method = dgc(0.01, nesterov=nesterov, masking=masking)
     seen = run(kernels, method, random, steps=8, discard=(3,))
     assert SLOW not in all_of(seen)
+
+
+def test_several_histograms(kernels, monkeypatch):  # noqa: F811
+    """As tensors of more chunks have them."""
+    monkeypatch.setattr(giants, "CHUNKS_OF_HISTOGRAM", 2)
+    seen = run(kernels, topk(), random, steps=8, world=1)
+    assert seen[5:] == [[READY, READY]] * 3
+    assert [giants.histograms_of(count) for count in (1, 2, 3, 5, 14, 900)] == [1, 1, 2, 4, 8, 16]
+
+
+def test_more_in_the_deciding_bin_than_are_compared_each_with_each(kernels, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(giants, "ENTRIES_PER_EDGE", 1)
+
+    def crowd(g, count):
+        flat = g.flatten() * 0.1
+        some = flat[:: len(flat) // 700]
+        some.copy_(
+            5.0 + 1e-4 * torch.rand(len(some), generator=torch.Generator().manual_seed(count))
+        )
+        return flat.view(g.shape)
+
+    seen = run(kernels, topk(), changed(crowd), world=1)
+    assert SLOW not in all_of(seen)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_more_chunks_than_are_placed_in_one_round(kernels, monkeypatch, tied):  # noqa: F811
+    monkeypatch.setattr(giants, "CHUNK", 16)
+    gradients = changed(lambda g, count: (2 * g).round() if tied else g)
+    run(kernels, topk(), gradients, shapes={"tensor": (7, 10_000)}, steps=3, world=1)
 
 
 def test_few_crowded_columns(kernels, monkeypatch):  # noqa: F811

@@ -19,50 +19,47 @@ WARP_LIST = 512
 BLOCK_LIST = GROUP * WARP_LIST
 """Candidates that a warp and a block list."""
 LONG = 8192
-"""Columns longer than this have a block each."""
+"""Columns longer than this have a block each: a lane of a warp keeps eight words."""
 
 
 @dataclass(frozen=True, eq=False)
 class ColumnLaunch:
     """All strided rows of a group, ordered by slot and place in memory, with the buffers that their selection works in."""
 
-    rows: Tensor
     fields: Tensor
     """int64 [blocks, 7]: struct Field of encode_columns.cu."""
-    parts: Tensor
-    """int64 [blocks, 3]: struct Part."""
+    columns: Tensor
+    """int64 [blocks, GROUP, 10]: struct Column of every warp that sends."""
     masks: Tensor
     """int32: one bit per element that is a candidate, a thirty-second of the size of their float32 memory."""
     guesses: Tensor
-    """int32 [rows]: where the search of each row starts; only speed depends on it and on `cuts`."""
+    """int32 [columns]: where the search of each row starts; only speed depends on it and on `cuts`."""
     cuts: Tensor
-    """float32 [rows]: the magnitude from which on elements are candidates, before the next step's ratio."""
+    """float32 [columns]: the magnitude from which on elements are candidates, before the next step's ratio."""
 
 
 def candidates_of(rows: SlotRows) -> int:
     """How many a row is expected to have: AIM of encode_columns.cu, or all that there are."""
-    return min(rows.length, int(2.5 * rows.keep) + 16)
+    return min(rows.length, 2 * rows.keep + 16)
 
 
 def make_column_launch(
     slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device
 ) -> ColumnLaunch:
     """`slots` come with their rows as `describe_rows` gives them."""
-    tables, fields, parts = [], [], []
+    fields, columns = [], []
     first, words = 0, 0
     for rows, table in slots:
         # Neighbours in memory are neighbours in the launch.
         table = table[table[:, 1].argsort()]
         check_places(rows, table[:, 1])
-        tables.append(table)
         fields.append(cut_fields(rows, table[0], first, words))
-        parts.append(cut_parts(rows, first, words))
+        columns.append(cut_columns(rows, table, first, words))
         first += rows.count
         words += -(-rows.count // GROUP) * GROUP * words_of(rows)
     return ColumnLaunch(
-        rows=torch.cat(tables).to(device),
         fields=torch.cat(fields).to(device),
-        parts=torch.cat(parts).to(device),
+        columns=torch.cat(columns).to(device),
         masks=torch.zeros(words, dtype=torch.int32, device=device),
         guesses=torch.zeros(first, dtype=torch.int32, device=device),
         cuts=torch.zeros(first, device=device),
@@ -99,17 +96,19 @@ def cut_fields(rows: SlotRows, head: Tensor, first: int, masks: int) -> Tensor:
     return torch.stack([*columns, first | starts << 32, torch.full_like(starts, width)], 1)
 
 
-def cut_parts(rows: SlotRows, first: int, masks: int) -> Tensor:
-    """The blocks of columns_send for one slot: GROUP columns each, or one that would keep a warp too long."""
-    alone = rows.length > LONG or candidates_of(rows) > WARP_LIST
-    each, words = 1 if alone else GROUP, words_of(rows)
-    numbers = torch.arange(0, rows.count, each)
-    places = masks + numbers // GROUP * GROUP * words + numbers % GROUP
-    return torch.stack(
-        [
-            first + numbers | (rows.count - numbers).clamp(max=each) << 32,
-            torch.full_like(numbers, words),
-            places,
-        ],
-        1,
+def cut_columns(rows: SlotRows, table: Tensor, first: int, masks: int) -> Tensor:
+    """The warps of columns_send for one slot: one for a column, or all of a block for one that would keep a warp too long.
+
+    In the last block may be warps without a column: zeros.
+    """
+    together = rows.length > LONG or candidates_of(rows) > WARP_LIST
+    numbers = torch.arange(rows.count)
+    places = masks + numbers // GROUP * GROUP * words_of(rows) + numbers % GROUP
+    more = torch.stack([places, first + numbers | int(together) << 32], 1)
+    columns = torch.cat([table, more], 1)
+    if together:
+        return columns[:, None].repeat(1, GROUP, 1)
+    missing = -rows.count % GROUP
+    return torch.cat([columns, columns.new_zeros(missing, columns.shape[1])]).unflatten(
+        0, (-1, GROUP)
     )

@@ -3,6 +3,12 @@
 #include "search.cuh"
 #include "giants.cuh"
 
+// Chunks of a thread that are placed in one round; more would not fit the registers of two blocks on a multiprocessor.
+#define PLACED_AT_ONCE 4
+
+// So few are compared each with each, which is faster than two rounds of a histogram.
+#define FEW_EDGES 256
+
 struct Verdict {
     int way;
     int low, high;  // the keep-th magnitude is one of these patterns ...
@@ -23,11 +29,13 @@ static __device__ __forceinline__ int lower_cut(int cut, int total, int target) 
     return cut - (int)(fminf(missing, 2.0f) * (float)(1 << 21));
 }
 
-// The same for all blocks of a row, from the histogram of its candidates. `answer` has 4 places.
+// The same for all blocks of a row, from the histograms of its candidates. `answer` has 4 places.
 static __device__ __forceinline__ Verdict judge(
     const Row& row, const Giant& giant, const Window& window, const u32* histogram, int* words, int* answer) {
-    const int bin = BINS - 1 - (int)threadIdx.x, here = (int)histogram[bin], target = target_of(row);
-    int total;
+    const int bin = BINS - 1 - (int)threadIdx.x, target = target_of(row);
+    int here = 0, total;
+#pragma unroll 4
+    for (int copy = 0; copy < giant.copies; ++copy) here += (int)histogram[copy * BINS + bin];
     const int upto = block_sum_upto(here, words, total), before = upto - here;
     if (upto >= row.keep && before < row.keep) answer[0] = bin, answer[1] = before, answer[2] = here;
     if (upto >= target && before < target) {
@@ -120,22 +128,39 @@ static __device__ __forceinline__ void count_all(const Giant& giant, Section* se
 }
 
 // From how many exceed `low` and equal it in each chunk to where its entries begin and how many ties it sends, of `ties` in all.
+// A thread has up to PLACED_AT_ONCE neighbours, whose loads are under way at once.
 static __device__ __forceinline__ void place_sections(Section* sections, int chunks, int ties, int* words) {
-    const int each = (chunks + BINS - 1) / BINS, first = min(each * (int)threadIdx.x, chunks), end = min(first + each, chunks);
-    int tied = 0, sent = 0, total;
-    for (int i = first; i < end; ++i) tied += sections[i].ties;
-    int before = block_sum_upto(tied, words, total) - tied;
-    for (int i = first; i < end; ++i) {
-        const int here = sections[i].ties, allowed = max(0, min(here, ties - before));
-        before += here;
-        sections[i].ties = allowed;
-        sent += sections[i].place + allowed;
-    }
-    int place = block_sum_upto(sent, words, total) - sent;
-    for (int i = first; i < end; ++i) {
-        const int here = sections[i].place + sections[i].ties;
-        sections[i].place = place;
-        place += here;
+    int tied_before = 0, sent_before = 0;
+    for (int base = 0; base < chunks; base += PLACED_AT_ONCE * BINS) {
+        const int count = min(chunks - base, PLACED_AT_ONCE * BINS), each = (count + BINS - 1) / BINS;
+        const int first = base + each * (int)threadIdx.x, end = min(first + each, base + count);
+        int above[PLACED_AT_ONCE], tied[PLACED_AT_ONCE], all_tied = 0, sent = 0, total;
+#pragma unroll
+        for (int b = 0; b < PLACED_AT_ONCE; ++b) {
+            const Section& section = sections[min(first + b, chunks - 1)];
+            above[b] = section.place, tied[b] = section.ties;
+        }
+#pragma unroll
+        for (int b = 0; b < PLACED_AT_ONCE; ++b) {
+            if (first + b >= end) above[b] = tied[b] = 0;
+            all_tied += tied[b];
+        }
+        int before = tied_before + block_sum_upto(all_tied, words, total) - all_tied;
+        tied_before += total;
+#pragma unroll
+        for (int b = 0; b < PLACED_AT_ONCE; ++b) {
+            const int here = tied[b];
+            tied[b] = max(0, min(here, ties - before));
+            before += here;
+            sent += above[b] + tied[b];
+        }
+        int place = sent_before + block_sum_upto(sent, words, total) - sent;
+        sent_before += total;
+#pragma unroll
+        for (int b = 0; b < PLACED_AT_ONCE; ++b) {
+            if (first + b < end) sections[first + b].place = place, sections[first + b].ties = tied[b];
+            place += above[b] + tied[b];
+        }
     }
 }
 
@@ -149,6 +174,23 @@ static __device__ __forceinline__ bool is_last(Giant& giant, int* answer) {
     }
     __syncthreads();
     return *answer != 0;
+}
+
+// The pattern of the `wanted`-th of up to FEW_EDGES magnitudes, and how many exceed it.
+static __device__ __forceinline__ int rank_edges(const Edge* edges, int count, int wanted, int& above, u32* near, int* answer) {
+    const int mine = (int)threadIdx.x < count ? edges[threadIdx.x].bits : -1;
+    if (threadIdx.x < FEW_EDGES) near[threadIdx.x] = (u32)mine;
+    __syncthreads();
+    if (mine >= 0) {
+        int more = 0, same = 0;
+#pragma unroll 4
+        for (int i = 0; i < count; ++i) more += (int)near[i] > mine, same += (int)near[i] == mine;
+        // All whose rank it is are equal.
+        if (more < wanted && more + same >= wanted) answer[0] = mine, answer[1] = more;
+    }
+    __syncthreads();
+    above = answer[1];
+    return answer[0];
 }
 
 // The pattern of the keep-th magnitude; sections know how many of theirs exceed and equal it, `ties` how many of these are sent.
@@ -175,7 +217,11 @@ static __device__ __forceinline__ int find_low(
     while ((last - first) >> span) ++span;
     if (count <= giant.edge_room) {
         edges += giant.edge;
-        low = first + find_pattern([=](int i) { return edges[i].bits - first; }, count, wanted, above, histogram, words, answer, span);
+        const auto bits_at = [=](int i) { return edges[i].bits - first; };
+        if (count <= FEW_EDGES)
+            low = rank_edges(edges, count, wanted, above, histogram, answer);
+        else
+            low = first + find_pattern(bits_at, count, wanted, above, histogram, words, answer, span);
         for (int i = threadIdx.x; i < count; i += BINS) {
             if (edges[i].bits > low) atomicAdd(reinterpret_cast<u32*>(&sections[edges[i].chunk].place), 1u);
             if (edges[i].bits == low) atomicAdd(reinterpret_cast<u32*>(&sections[edges[i].chunk].ties), 1u);
@@ -196,7 +242,7 @@ static __device__ __forceinline__ int find_low(
     return low;
 }
 
-extern "C" __global__ __launch_bounds__(BINS) void giants_decide(
+extern "C" __global__ __launch_bounds__(BINS, 2) void giants_decide(
     const float* memory, const Row* rows, const Chunk* chunks, const Group* groups, Giant* giants, Section* sections,
     u32* histograms, float* list_values, u16* list_places, Edge* edges, const float* ratio) {
     __shared__ u32 histogram[BINS];
@@ -204,7 +250,7 @@ extern "C" __global__ __launch_bounds__(BINS) void giants_decide(
     const Group group = groups[blockIdx.x];
     const Row row = rows[group.row];
     Giant& giant = giants[group.row];
-    u32* counted = histograms + (i64)group.row * BINS;
+    u32* counted = histograms + (i64)giant.histogram * BINS;
     const int number = group.first + (int)threadIdx.x / 32;
     const bool live = number < giant.first + giant.chunks;
     Section section = sections[live ? number : group.first];
@@ -227,7 +273,7 @@ extern "C" __global__ __launch_bounds__(BINS) void giants_decide(
         memory, row, chunks, giant, sections, list_values, edges, verdict, ties, histogram, words, answer);
     __syncthreads();
     place_sections(sections + giant.first, giant.chunks, ties, words);
-    counted[threadIdx.x] = 0;
+    for (int copy = 0; copy < giant.copies; ++copy) counted[copy * BINS + threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         giant.cut = max(1, verdict.way == SLOW ? low - (1 << 21) : min(verdict.cut, low));
         giant.listed = giant.relisted = giant.edges = giant.done = 0;

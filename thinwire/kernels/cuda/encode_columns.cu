@@ -9,27 +9,21 @@
 // Every element that reaches the cut is a candidate, so that `keep` of them are enough to know the others are not wanted: what
 // is sent does not depend on the cut. A warp has a column. One that has too few candidates, because its magnitudes fell, or
 // more than a warp lists is left to its block, which looks at all elements if need be. Cuts are 0 at first: all are candidates.
+//
+// A warp that sends issues some 500 instructions, and these, not memory, are what it waits for: so candidates are in registers
+// while the threshold is looked for, logarithms are those of the hardware, and one table says all that a warp has to know.
 
 #include "momentum.cuh"
-#include "team.cuh"
+#include "candidates.cuh"
 
-// Columns whose words lie side by side: 32 bytes, the unit in which memory is read. As many warps send them.
-#define GROUP 8
 #define COLLECT_THREADS 128
 #define SEND_THREADS (32 * GROUP)
 // Forty warps on a multiprocessor, which wait for memory three times in a row.
 #define SENDING_AT_ONCE 5
-#define WORD_ROWS 32
 // Elements of a column under way at once; with momentum each is three loads, and one column has a quarter of four.
 #define ROWS_AT_ONCE(width) ((MOMENTUM ? BATCH / 2 : BATCH) * ((width) == 1 ? 2 : 1))
-// Candidates that a warp lists, and that a block does.
-#define WARP_LIST 512
-#define BLOCK_LIST (GROUP * WARP_LIST)
 // Candidates aimed at: enough that chance does not make them too few, not more than are read for nothing.
-#define AIM(keep) (2.5f * (float)(keep) + 16.0f)
-// The count grows by this power as a cut falls, until a step has shown it: normal numbers at a density of 1 %.
-#define USUAL_POWER 7.0f
-#define MOST_GROWN 1.1f
+#define AIM(keep) (2.0f * (float)(keep) + 16.0f)
 
 // -- 1 ----------------------------------------------------------------------------------------------------------------
 
@@ -144,220 +138,169 @@ extern "C" __global__ __launch_bounds__(COLLECT_THREADS) void columns_collect(
 
 // -- 2 ----------------------------------------------------------------------------------------------------------------
 
-// What a block of columns_send takes: up to GROUP columns, a warp for each, or one column, which has them all.
-struct Part {
-    int first;    // row number
-    int columns;
-    int words;    // of each
-    int unused;
-    i64 masks;    // the first column's first word
+// What a warp of columns_send takes; `keep` is 0 if nothing. The warps of a block have a column each, or all have the same one.
+struct __align__(16) Column {
+    Row row;
+    i64 masks;    // its first word
+    int number;   // of its guess and its cut
+    int together;
 };
+#define COLUMN_WORDS ((int)(sizeof(Column) / sizeof(int)))
 
-// Some elements of a column, ascending: all, or those at `places`.
-struct Elements {
-    const float* values;
-    i64 step;
-    const int* places;
-    int count;
-
-    __device__ __forceinline__ float at(int i) const { return values[i * step]; }
-    __device__ __forceinline__ int index(int i) const { return places ? places[i] : i; }
-};
-
-// How many bits of a column are set; unless these are too few or too many, `places` gets their numbers.
-template <int WARPS>
-static __device__ __forceinline__ int list_candidates(
-    const u32* words, int count, int keep, int room, RowTeam<WARPS>& team, int* places) {
-    const int lane = threadIdx.x & 31, part = (count + 32 * WARPS - 1) / (32 * WARPS) * 32;
-    const int begin = team.warp * part, end = min(begin + part, count);
-    int mine = 0;
-    for (int start = begin + lane; start < end; start += BATCH * 32) {
-        u32 some[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) some[i] = words[(i64)min(start + 32 * i, end - 1) * GROUP];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-            if (start + 32 * i < end) mine += __popc(some[i]);
-    }
-    const int listed = team.sum(mine);
-    if (listed < keep || listed > room) return listed;
-    int next = team.before(mine);
-    for (int start = begin; start < end; start += 32) {
-        const int word = start + lane;
-        u32 rest = word < end ? words[(i64)word * GROUP] : 0;
-        const int upto = sum_upto(__popc(rest), lane);
-        int place = next + upto - __popc(rest);
-        for (; rest; rest &= rest - 1) places[place++] = word * WORD_ROWS + __ffs(rest) - 1;
-        next += __shfl_sync(EVERY_LANE, upto, 31);
-    }
-    team.meet();
-    return listed;
-}
-
-// Elements of a column come nearer.
-template <int WARPS>
-static __device__ __forceinline__ void fetch(
-    const float* held, int stride, const int* places, int count, const RowTeam<WARPS>& team, float* values) {
-    const int threads = 32 * WARPS, member = 32 * team.warp + (threadIdx.x & 31);
-    for (int start = member; start < count; start += BATCH * threads) {
-        float some[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const int at = min(start + i * threads, count - 1);
-            some[i] = held[(i64)(places ? places[at] : at) * stride];
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-            if (start + i * threads < count) values[start + i * threads] = some[i];
-    }
-    team.meet();
-}
-
-// Choose from the elements that may be wanted; returns the pattern found.
-template <int WARPS>
-static __device__ __forceinline__ int send_elements(
-    const Elements& from, const Row& row, int guess, RowTeam<WARPS>& team, float* held, u8* payload,
-    const Momentum& correction, bool& bad) {
+// In shared memory: fields that are needed late take no registers until then.
+static __device__ __forceinline__ void fetch_column(const Column* from, Column& to) {
     const int lane = threadIdx.x & 31;
-    // Warp w owns the w-th part, so that order is settled inside a warp and by one prefix over the warps.
-    const int part = (from.count + 32 * WARPS - 1) / (32 * WARPS) * 32;
-    const int begin = team.warp * part, end = min(begin + part, from.count);
-    const auto count = [&](int pattern) {
-        const float threshold = __int_as_float(pattern);
-        int reached = 0;
-#pragma unroll 8
-        for (int i = begin + lane; i < end; i += 32) reached += fabsf(from.at(i)) >= threshold;
-        return reached;
-    };
-    const auto largest = [&] {
-        int bits = 0;
-        for (int i = begin + lane; i < end; i += 32) bits = max(bits, ordered(from.at(i)));
-        return bits;
-    };
-    Row some = row;
-    some.length = from.count;
-    int reached;
-    const int pattern = search(some, guess, team, reached, count, largest);
-    const float threshold = __int_as_float(pattern);
-    const bool exact = reached == row.keep;
-    int missing = 0, ties = 0, taken = 0;
-    if (exact) {
-        if (WARPS > 1) taken = warp_sum(count(pattern));
-    } else {
-        // Everything above the threshold, and as many that equal it as are still wanted, the first ones.
-        int above = 0, tied = 0;
-        for (int i = begin + lane; i < end; i += 32) {
-            above += fabsf(from.at(i)) > threshold;
-            tied += fabsf(from.at(i)) == threshold;
-        }
-        missing = row.keep - team.sum(above);
-        ties = team.before(tied);
-        taken = warp_sum(above) + min(max(missing - ties, 0), warp_sum(tied));
-    }
-    int place = team.before(lane == 0 ? taken : 0);
-
-    for (int start = begin; start < end; start += 32) {
-        const int i = start + lane;
-        const float c = i < end ? from.at(i) : NO_ELEMENT;
-        bool chosen = fabsf(c) >= threshold;
-        if (!exact) {
-            const bool tie = fabsf(c) == threshold;
-            const u32 equal = __ballot_sync(EVERY_LANE, tie);
-            chosen &= !tie || ties + lanes_before(equal, lane) < missing;
-            ties += __popc(equal);
-        }
-        const u32 all = __ballot_sync(EVERY_LANE, chosen);
-        if (chosen) {
-            const int index = from.index(i);
-            held[(i64)index * row.stride] = correction.send(c, index, place + lanes_before(all, lane), row, payload, bad);
-        }
-        place += __popc(all);
-    }
-    return pattern;
+    const int word = lane < COLUMN_WORDS ? reinterpret_cast<const int*>(from)[lane] : 0;
+    if (lane < COLUMN_WORDS) reinterpret_cast<int*>(&to)[lane] = word;
+    __syncwarp();
 }
+
+// Where whole columns are looked at, places and values are one room for their elements.
+struct Sending {
+    int places[BLOCK_LIST];
+    float values[BLOCK_LIST];
+    u16 chosen[BLOCK_LIST];
+};
+
+// What columns_send knows of all columns.
+struct Columns {
+    float* memory;
+    u8* payload;
+    const u32* masks;
+    int* guesses;
+    float* cuts;
+    float scale;
+};
 
 // The cut that about as many as aimed at will reach, by the power with which the count grew from the threshold down to the
 // last cut. What has grown since the threshold `before` may go on: half of that is taken for granted, if it is not much.
 static __device__ __forceinline__ float next_cut(const Row& row, float threshold, float before, float cut, int listed) {
     const float aim = AIM(row.keep);
     if (aim >= (float)row.length) return 0.0f;
-    float power = USUAL_POWER;
+    const float here = log2_of(threshold), keep = log2_of((float)row.keep);
+    float octaves = OCTAVES_PER_DOUBLING;
     if (listed > row.keep && cut > 0.0f && cut < threshold)
-        power = logf((float)listed / (float)row.keep) / logf(threshold / cut);
-    power = fminf(fmaxf(power, 2.0f), 20.0f);
-    const float grown = sqrtf(fminf(fmaxf(threshold / before, 1.0f), MOST_GROWN));
-    return threshold * grown * expf(-logf(aim / (float)row.keep) / power);
+        octaves = ratio_of(here - log2_of(cut), log2_of((float)listed) - keep);
+    octaves = fminf(fmaxf(octaves, 1.0f / 20.0f), 1.0f / 2.0f);
+    const float grown = 0.5f * fminf(fmaxf(here - log2_of(before), 0.0f), MOST_GROWN);
+    return exp2f(here + grown - (log2_of(aim) - keep) * octaves);
 }
 
-// What columns_send knows of all columns.
-struct Columns {
-    float* memory;
-    u8* payload;
-    const Row* rows;
-    int* guesses;
-    float* cuts;
-    float scale;
+// What is known of a column that has been sent. The next step's numbers are made from it for all columns of a block at once.
+struct Note {
+    int listed;   // candidates, or one of those below
+    int pattern;  // of the threshold
+    float before, cut;
 };
+#define NOTHING_TO_SEND (-2)
+#define NOT_SENT (-1)
+#define ALL_ELEMENTS 0
 
-// One column by the warps of a team; false if its candidates are too few, or do not fit `room` places. WHOLE: then all its
-// elements are looked at.
-template <bool WHOLE, int WARPS>
-static __device__ __forceinline__ bool send_column(
-    const Columns& columns, int number, const u32* words, int count, RowTeam<WARPS>& team, int* list,
-    const Momentum& correction, bool& bad) {
-    const int room = WARPS * WARP_LIST;
-    const Row row = columns.rows[number];
-    const int guess = __float_as_int(__int_as_float(columns.guesses[number]) * columns.scale);
+static __device__ __forceinline__ void note_next(const Columns& columns, const Column& column, const Note& note) {
+    columns.guesses[column.number] = note.pattern;
+    columns.cuts[column.number] = next_cut(column.row, __int_as_float(note.pattern), note.before, note.cut, note.listed);
+}
+
+// The chosen ones, whose numbers in the list are `chosen`, to the payload.
+template <int WARPS>
+static __device__ __forceinline__ void send_chosen(
+    const Row& row, const Crew<WARPS>& crew, const Candidates& list, float* memory, u8* payload, const Momentum& correction,
+    bool& bad) {
+    float* held = memory + row.memory;
+#pragma unroll 1
+    for (int e = crew.member(); e < row.keep; e += 32 * WARPS) {
+        const int index = list.places[list.chosen[e]];
+        held[(i64)index * row.stride] = correction.send(list.values[e], index, e, row, payload, bad);
+    }
+}
+
+// One column from its candidates; not if these are too few, or more than the warps list.
+template <int WARPS>
+static __device__ __forceinline__ Note send_candidates(
+    const Columns& columns, const Column& column, Crew<WARPS>& crew, const Candidates& list, const Momentum& correction,
+    bool& bad) {
+    const Row& row = column.row;
+    // Multiplied only when the candidates are listed: the loads of these are not to wait for it.
+    const float last_cut = columns.cuts[column.number], last = __int_as_float(columns.guesses[column.number]);
+    const int listed = list_candidates(columns.masks + column.masks, row, crew, list.places);
+    if (listed < row.keep || listed > WARPS * WARP_LIST) return {NOT_SENT};
+    const float cut = last_cut * columns.scale, before = last * columns.scale;
+    const float* held = columns.memory + row.memory;
+    const int pattern = choose_candidates(held, row, listed, cut, __float_as_int(before), crew, list);
+    send_chosen(row, crew, list, columns.memory, columns.payload, correction, bad);
+    return {listed, pattern, before, cut};
+}
+
+// One column from all its elements.
+static __device__ __forceinline__ Note send_whole(
+    const Columns& columns, const Column& column, Crew<GROUP>& crew, float* room, const Momentum& correction, bool& bad) {
+    const Row& row = column.row;
+    const int lane = threadIdx.x & 31;
+    const float before = __int_as_float(columns.guesses[column.number]) * columns.scale;
     float* held = columns.memory + row.memory;
-    // Values in front, places behind them.
-    float* values = reinterpret_cast<float*>(list);
-    int* places = list + room;
-    const float cut = columns.cuts[number] * columns.scale;
-    int listed = list_candidates(words, count, row.keep, room, team, places);
-    Elements from = {values, 1, places, listed};
-    if (listed < row.keep || listed > room) {
-        if (!WHOLE) return false;
-        listed = 0;
-        from = {held, row.stride, nullptr, row.length};
-        if (row.length <= 2 * room) {
-            fetch(held, row.stride, nullptr, row.length, team, values);
-            from.values = values, from.step = 1;
-        }
-    } else {
-        fetch(held, row.stride, places, listed, team, values);
+    const Elements from = fetch_whole(held, row, crew, room);
+    // Warp w owns the w-th part, so that order is settled inside a warp and by one prefix over the warps.
+    const int part = (row.length + SEND_THREADS - 1) / SEND_THREADS * 32;
+    const int begin = crew.warp * part, end = min(begin + part, row.length);
+    const auto count = [&](float threshold) {
+        int reached = 0;
+#pragma unroll 8
+        for (int i = begin + lane; i < end; i += 32) reached += fabsf(from.at(i)) >= threshold;
+        return crew.sum(warp_sum(reached));
+    };
+    const auto largest = [&] {
+        float most = 0.0f;
+        for (int i = begin + lane; i < end; i += 32) most = fmaxf(most, fabsf(from.at(i)));
+        return crew.largest(warp_max(__float_as_int(most)));
+    };
+    Threshold found = {0, row.length, 0};
+    found.search(row.keep, __float_as_int(before), count, largest);
+    const float threshold = __int_as_float(found.low);
+    Taking taking = {threshold, found.missing(row.keep)};
+    for (int i = begin + lane; i < end; i += 32) taking.see(from.at(i));
+    taking.begin(crew);
+    for (int start = begin; start < end; start += 32) {
+        const int i = start + lane;
+        const float c = i < end ? from.at(i) : NO_ELEMENT;
+        int place;
+        if (taking.take(c, place)) held[(i64)i * row.stride] = correction.send(c, i, place, row, columns.payload, bad);
     }
-    const int pattern = send_elements(from, row, guess, team, held, columns.payload, correction, bad);
-    if (team.warp == 0 && (threadIdx.x & 31) == 0) {
-        // A search that had all it was given as an answer has not looked for a pattern.
-        const float threshold = listed ? fmaxf(__int_as_float(pattern), cut) : __int_as_float(pattern);
-        columns.guesses[number] = __float_as_int(threshold);
-        columns.cuts[number] = next_cut(row, threshold, __int_as_float(guess), cut, listed);
-    }
-    return true;
+    return {ALL_ELEMENTS, found.low, before, 0.0f};
 }
 
 extern "C" __global__ __launch_bounds__(SEND_THREADS, SENDING_AT_ONCE) void columns_send(
-    float* memory, u8* payload, const Row* rows, const Part* parts, const u32* masks, int* guesses, float* cuts,
+    float* memory, u8* payload, const Column* table, const u32* masks, int* guesses, float* cuts,
     const float* ratio MOMENTUM_PARAMETERS) {
-    __shared__ int list[2 * BLOCK_LIST], words[2 * GROUP], left[GROUP];
-    const Part part = parts[blockIdx.x];
+    __shared__ __align__(16) Sending lists;
+    __shared__ __align__(16) Column taken[GROUP];
+    __shared__ __align__(16) int words[2 * GROUP];
+    __shared__ Note notes[GROUP];
     const int warp = threadIdx.x / 32;
-    const Columns columns = {memory, payload, rows, guesses, cuts, *ratio};
+    const Columns columns = {memory, payload, masks, guesses, cuts, *ratio};
     const Momentum correction = MOMENTUM_OF_GROUP;
-    bool bad = false, done = false;
-    if (part.columns > 1 && warp < part.columns) {
-        RowTeam<1> alone = {words, 0, 0};
-        done = send_column<false>(
-            columns, part.first + warp, masks + part.masks + warp, part.words, alone, list + 2 * WARP_LIST * warp, correction, bad);
+    Column& mine = taken[warp];
+    fetch_column(table + blockIdx.x * GROUP + warp, mine);
+    bool bad = false;
+    Note note = {mine.row.keep && (warp == 0 || !mine.together) ? NOT_SENT : NOTHING_TO_SEND};
+    if (mine.row.keep && !mine.together) {
+        Crew<1> alone = {words, 0, 0};
+        const int first = warp * WARP_LIST;
+        note = send_candidates(
+            columns, mine, alone, {lists.places + first, lists.values + first, lists.chosen + first}, correction, bad);
     }
-    if ((threadIdx.x & 31) == 0) left[warp] = !done;
+    if ((threadIdx.x & 31) == 0) notes[warp] = note;
     __syncthreads();
-    RowTeam<GROUP> together = {words, 0, warp};
-    for (int c = 0; c < part.columns; ++c) {
-        if (!left[c]) continue;
-        send_column<true>(
-            columns, part.first + c, masks + part.masks + c, part.words, together, list, correction, bad);
+    Crew<GROUP> crew = {words, 0, warp};
+    for (int c = 0; c < GROUP; ++c) {
+        if (notes[c].listed != NOT_SENT) continue;
+        note = send_candidates(columns, taken[c], crew, {lists.places, lists.values, lists.chosen}, correction, bad);
+        __syncthreads();
+        if (note.listed == NOT_SENT)
+            note = send_whole(columns, taken[c], crew, reinterpret_cast<float*>(&lists), correction, bad);
+        if (threadIdx.x == 0) notes[c] = note;
         __syncthreads();
     }
+    if (threadIdx.x < GROUP && notes[threadIdx.x].listed != NOTHING_TO_SEND)
+        note_next(columns, taken[threadIdx.x], notes[threadIdx.x]);
     if (bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
 }

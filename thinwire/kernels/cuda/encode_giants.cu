@@ -26,6 +26,9 @@
 #define COLLECT_BLOCKS 4
 #endif
 
+// Candidates of a chunk, six times the usual number.
+#define CROWDED 512
+
 #define SEEN_GRADIENT 1
 #define SEEN_BAD 2
 
@@ -95,42 +98,61 @@ static __device__ __forceinline__ void compensate_part(
     }
 }
 
-// One bit per element of the lane that reaches the cut.
+// One bit per element of the lane that reaches the cut; four neighbours are all before the end or all behind it.
 template <bool VECTOR>
 static __device__ __forceinline__ u32 find_candidates(const float* c, int left, int cut) {
     const int lane = threadIdx.x & 31;
     u32 mask = 0;
 #pragma unroll
-    for (int e = 0; e < PER_LANE; ++e)
-        if (magnitude(c[e]) >= cut && place_of<VECTOR>(e, lane) < left) mask |= 1u << e;
+    for (int e = 0; e < PER_LANE; ++e) {
+        const u32 bound = place_of<VECTOR>(VECTOR ? e / 4 * 4 : e, lane) < left ? (u32)cut : 0xffffffffu;
+        if ((u32)magnitude(c[e]) >= bound) mask |= 1u << e;
+    }
     return mask;
 }
 
-// The candidates of a warp's part, which begins at `part` in its chunk, to the list from `next` on, in order.
+// A warp's elements to shared memory, from where they are taken by place: those of a lane's registers cannot be.
 template <bool VECTOR>
-static __device__ __forceinline__ void append(const float* c, u32 mask, int part, int next, const Lists& lists) {
+static __device__ __forceinline__ void put_down(const float* c, float* values) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int i = 0; i < QUADS; ++i) {
-        u32 ballots[4];
-        int at = next;
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            ballots[q] = __ballot_sync(EVERY_LANE, (mask >> (4 * i + q)) & 1);
-            // Four neighbours are one lane's.
-            if (VECTOR) at += lanes_before(ballots[q], lane);
-        }
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            const int e = 4 * i + q, mine = VECTOR ? at : next + lanes_before(ballots[q], lane);
-            if ((mask >> e) & 1) {
-                lists.values[mine] = c[e];
-                lists.places[mine] = (u16)(part + place_of<VECTOR>(e, lane));
-                ++at;
-            }
-            next += __popc(ballots[q]);
-        }
+        const float* mine = c + 4 * i;
+        if (VECTOR)
+            reinterpret_cast<float4*>(values)[32 * i + lane] = make_float4(mine[0], mine[1], mine[2], mine[3]);
+        else
+            for (int q = 0; q < 4; ++q) values[place_of<VECTOR>(4 * i + q, lane)] = mine[q];
     }
+}
+
+// The places of a warp's candidates, in order; returns how many there are.
+template <bool VECTOR>
+static __device__ __forceinline__ int list_places(u32 mask, int part, u16* places) {
+    const int lane = threadIdx.x & 31;
+    int next = 0;
+    if (VECTOR) {
+        // Four neighbours are one lane's: a byte for each four, and one sum over the lanes for all bytes.
+        int counts = 0;
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) counts |= __popc((mask >> (4 * i)) & 15) << (8 * i);
+        const int upto = sum_upto(counts, lane), total = __shfl_sync(EVERY_LANE, upto, 31);
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+            int at = next + (((u32)(upto - counts) >> (8 * i)) & 255);
+#pragma unroll 1
+            for (u32 rest = (mask >> (4 * i)) & 15; rest; rest &= rest - 1)
+                places[at++] = (u16)(part + place_of<VECTOR>(4 * i, lane) + __ffs(rest) - 1);
+            next += ((u32)total >> (8 * i)) & 255;
+        }
+        return next;
+    }
+#pragma unroll
+    for (int e = 0; e < PER_LANE; ++e) {
+        const u32 ballot = __ballot_sync(EVERY_LANE, (mask >> e) & 1);
+        if ((mask >> e) & 1) places[next + lanes_before(ballot, lane)] = (u16)(part + place_of<VECTOR>(e, lane));
+        next += __popc(ballot);
+    }
+    return next;
 }
 
 // Where a chunk's candidates go in the list; -1 if they do not fit, and then they are only counted.
@@ -150,10 +172,30 @@ static __device__ __forceinline__ void report(const int* seen, int slot, u8* pay
     if (all & SEEN_BAD) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
 }
 
-struct CollectShared {
+struct __align__(16) CollectShared {
+    float values[THREADS * PER_LANE];
+    u16 places[THREADS * PER_LANE];  // of a warp's candidates, from its part on
     u32 histogram[BINS];
     int counts[WARPS], seen[WARPS], begin;
 };
+
+// A chunk's candidates to the histogram. Few go there by themselves; where they are many, they would queue at its bins.
+static __device__ __forceinline__ void tell_histogram(
+    const float* values, const u16* places, int mine, int total, const Window& window, u32* histogram, u32* near) {
+    const int lane = threadIdx.x & 31;
+    if (total <= CROWDED) {
+#pragma unroll 1
+        for (int i = lane; i < mine; i += 32) atomicAdd(&histogram[window.bin(magnitude(values[places[i]]))], 1u);
+        return;
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < BINS; i += THREADS) near[i] = 0;
+    __syncthreads();
+    for (int i = lane; i < mine; i += 32) atomicAdd(&near[window.bin(magnitude(values[places[i]]))], 1u);
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += THREADS)
+        if (near[i]) atomicAdd(&histogram[i], near[i]);
+}
 
 template <bool VECTOR>
 static __device__ __forceinline__ void collect_chunk(
@@ -162,8 +204,6 @@ static __device__ __forceinline__ void collect_chunk(
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, part = warp * WARP_PART, left = chunk.count - part;
     // Looked at when the elements are there: they are not to wait for it.
     const int cut = giant.cut;
-#pragma unroll
-    for (int i = 0; i < BINS / THREADS; ++i) shared.histogram[i * THREADS + threadIdx.x] = 0;
     float c[PER_LANE];
     u32 mask = 0;
     bool had = false, bad = false;
@@ -173,30 +213,29 @@ static __device__ __forceinline__ void collect_chunk(
             bucket + chunk.gradient + at, memory, chunk.memory + at, chunk.stride, left, scale, correction, c, had, bad);
         mask = find_candidates<VECTOR>(c, left, window_of(cut, scale).cut);
     }
-    const int mine = warp_sum(__popc(mask));
+    put_down<VECTOR>(c, shared.values + part);
+    const u16* places = shared.places + part;
+    const int mine = list_places<VECTOR>(mask, part, shared.places + part);
     const u32 any_had = __ballot_sync(EVERY_LANE, had), any_bad = __ballot_sync(EVERY_LANE, bad);
     if (lane == 0) {
         shared.counts[warp] = mine;
         shared.seen[warp] = (any_had ? SEEN_GRADIENT : 0) | (any_bad ? SEEN_BAD : 0);
     }
     __syncthreads();
-    const Window window = window_of(cut, scale);
     // Two that wait for memory; meanwhile the others count.
     if (threadIdx.x == 0) shared.begin = allot(giant, section, shared.counts);
     if (threadIdx.x == 32) report(shared.seen, chunk.slot, payload);
+    int before = 0, total = 0;
 #pragma unroll
-    for (int e = 0; e < PER_LANE; ++e)
-        if ((mask >> e) & 1) atomicAdd(&shared.histogram[window.bin(magnitude(c[e]))], 1u);
+    for (int w = 0; w < WARPS; ++w) before += w < warp ? shared.counts[w] : 0, total += shared.counts[w];
+    tell_histogram(shared.values, places, mine, total, window_of(cut, scale), histogram, shared.histogram);
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < BINS / THREADS; ++i) {
-        const u32 here = shared.histogram[i * THREADS + threadIdx.x];
-        if (here) atomicAdd(&histogram[i * THREADS + threadIdx.x], here);
+    if (shared.begin < 0) return;
+#pragma unroll 1
+    for (int i = lane; i < mine; i += 32) {
+        const int place = places[i], at = shared.begin + before + i;
+        lists.values[at] = shared.values[place], lists.places[at] = (u16)place;
     }
-    if (shared.begin < 0 || mine == 0) return;
-    int next = shared.begin;
-    for (int w = 0; w < warp; ++w) next += shared.counts[w];
-    append<VECTOR>(c, mask, part, next, lists);
 }
 
 extern "C" __global__ __launch_bounds__(THREADS, COLLECT_BLOCKS) void giants_collect(
@@ -208,7 +247,7 @@ extern "C" __global__ __launch_bounds__(THREADS, COLLECT_BLOCKS) void giants_col
     const Momentum correction = MOMENTUM_OF_GROUP;
     Giant& giant = giants[chunk.row];
     Section& section = sections[blockIdx.x];
-    u32* histogram = histograms + (i64)chunk.row * BINS;
+    u32* histogram = histograms + (i64)(giant.histogram + ((int)blockIdx.x & (giant.copies - 1))) * BINS;
     const Lists lists = {list_values, list_places};
     if (chunk.vector)
         collect_chunk<true>(bucket, memory, payload, chunk, giant, section, histogram, lists, scale, correction, shared);

@@ -228,10 +228,10 @@ class FusedTopK(PreparedKernels):
         if t is None:
             return
         collected = [BUCKET, MEMORY, PAYLOAD, t.fields, t.cuts, t.masks, RATIO]
-        sent = [MEMORY, PAYLOAD, t.rows, t.parts, t.masks, t.guesses, t.cuts, RATIO]
+        sent = [MEMORY, PAYLOAD, t.columns, t.masks, t.guesses, t.cuts, RATIO]
         file = "encode_columns.cu"
         yield self._memory_site(file, "columns_collect", len(t.fields), COLLECT_THREADS, collected)
-        yield self._memory_site(file, "columns_send", len(t.parts), SEND_THREADS, sent)
+        yield self._memory_site(file, "columns_send", len(t.columns), SEND_THREADS, sent)
 
     def _giant_sites(self) -> Iterator[Site]:
         """The steps that encode_giants.cu names."""

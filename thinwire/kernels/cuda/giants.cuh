@@ -39,6 +39,8 @@ struct Giant {
     int room;  // ... and how many fit
     int edge;  // the same for those in the bin of the keep-th magnitude
     int edge_room;
+    int histogram;  // the first of its histograms ...
+    int copies;     // ... of which each chunk has one, so that fewer queue at a bin: 1, 2, 4 ...
 
     int cut;  // pattern of the smallest candidate of the next call; up to 1, everything that is not 0
     u32 listed;

@@ -17,6 +17,9 @@ CHUNKS_OF_GROUP = 32
 """Chunks that one block decides about."""
 BINS = 1024
 """Of search.cuh."""
+CHUNKS_OF_HISTOGRAM = 128
+MOST_HISTOGRAMS = 16
+"""Of a row: chunks that add to the same bins wait for each other."""
 CANDIDATES_PER_ENTRY = 5
 ELEMENTS_PER_CANDIDATE = 20
 SPARE_CANDIDATES = 256
@@ -30,7 +33,7 @@ class GiantLaunch:
     """Rows too long for one block, with the buffers that their selection works in.
 
     Made once per layout. The buffers take 6 bytes per candidate, at most a twentieth of the elements (7.5 % of a float32 bucket)
-    or, at densities above 1 %, five candidates per entry; 1 byte per entry beside them, 4 to 6 KB per row and 56 bytes per chunk.
+    or, at densities above 1 %, five candidates per entry; 1 byte per entry beside them, 4 to 6 KB per row, as much again per 128 chunks of it (2 MB) and 56 bytes per chunk.
     """
 
     rows: Tensor
@@ -39,11 +42,11 @@ class GiantLaunch:
     groups: Tensor
     """int32 [groups, 2]: struct Group."""
     giants: Tensor
-    """int32 [rows, 14]: struct Giant."""
+    """int32 [rows, 16]: struct Giant."""
     sections: Tensor
     """int32 [chunks, 4]: struct Section."""
     histograms: Tensor
-    """int32 [rows, bins]"""
+    """int32 [histograms, bins]: one or more of each row."""
     list_values: Tensor
     list_places: Tensor
     """int16: where each candidate is in its chunk."""
@@ -56,7 +59,7 @@ def make_giants(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) 
     chunks: list[Tensor] = []
     groups: list[Tensor] = []
     giants: list[list[int]] = []
-    first, listed, edges = 0, 0, 0
+    first, listed, edges, counted = 0, 0, 0, 0
     for rows, table in slots:
         room, edge_room = candidate_room(rows)
         for row in table:
@@ -64,9 +67,11 @@ def make_giants(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) 
             heads = torch.arange(0, len(cut), CHUNKS_OF_GROUP, dtype=torch.int32)
             chunks.append(cut)
             groups.append(torch.stack([torch.full_like(heads, len(giants)), heads + first], 1))
-            places = [listed, room, edges, edge_room]
+            copies = histograms_of(len(cut))
+            places = [listed, room, edges, edge_room, counted, copies]
             giants.append([first, len(cut), len(heads), *places, *[0] * 7])
             first, listed, edges = first + len(cut), listed + room, edges + edge_room
+            counted += copies
     check_listed(listed)
 
     def room_for(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -78,11 +83,17 @@ def make_giants(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) 
         groups=torch.cat(groups).to(device),
         giants=torch.tensor(giants, dtype=torch.int32).to(device),
         sections=room_for(first, 4),
-        histograms=room_for(len(giants), BINS),
+        histograms=room_for(counted, BINS),
         list_values=room_for(listed, dtype=torch.float32),
         list_places=room_for(listed, dtype=torch.int16),
         edges=room_for(edges, 2),
     )
+
+
+def histograms_of(chunks: int) -> int:
+    """How many a row of so many chunks has: a power of two."""
+    wanted = -(-chunks // CHUNKS_OF_HISTOGRAM)
+    return min(MOST_HISTOGRAMS, 1 << (wanted - 1).bit_length())
 
 
 def check_listed(candidates: int) -> None:
