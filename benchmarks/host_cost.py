@@ -1,6 +1,6 @@
 """What a bucket costs the host beside the driver: the fused kernels' Python on a CPU, with launches that do nothing.
 
-    python3 benchmarks/host_cost.py bert-large resnet152
+    python3 benchmarks/host_cost.py bert-large resnet152 --method adtopk,dgc
 
 Needs no GPU. Prints the time per bucket of the fastest and of the median step, and how often each kernel is launched per bucket
 and step. The driver's own time, and what torch's operations cost more on a GPU than on a CPU, come on top.
@@ -8,6 +8,7 @@ and step. The driver's own time, and what torch's operations cost more on a GPU 
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import statistics
@@ -24,7 +25,6 @@ sys.path[:0] = [str(ROOT)]
 
 import torch  # noqa: E402
 
-import thinwire as tw  # noqa: E402
 from thinwire import dense_compressor, fused  # noqa: E402
 from thinwire.bench.compress_fleet import DECODE, ENCODE, Fleet  # noqa: E402
 from thinwire.bench.compress_layout import describe_model  # noqa: E402
@@ -32,6 +32,7 @@ from thinwire.kernels import inspection  # noqa: E402
 from thinwire.kernels.cuda.dense import FusedDense  # noqa: E402
 from thinwire.kernels.cuda.fused import FusedTopK  # noqa: E402
 from thinwire.kernels.cuda.launch import Arguments, Defines  # noqa: E402
+from thinwire.methods.registry import MethodOptions, build_method, parse_names  # noqa: E402
 
 WORLD = 2
 STEPS = 30
@@ -77,8 +78,8 @@ class Watch:
         self.spent[name] += time.thread_time() - began
 
 
-def show(model: str) -> None:
-    method = tw.ADTopK(density=0.01)
+def show(model: str, name: str) -> None:
+    method = build_method(name, MethodOptions(density=0.01))
     device = torch.device("cpu")
     fleet = Fleet(describe_model(model), method, world=WORLD, device=device, bucket_mb=None)
     fleet.gradients.fill = lambda *args: None
@@ -91,7 +92,7 @@ def show(model: str) -> None:
     watches = [Watch() for _ in range(STEPS)]
     for watch in watches:
         fleet.lap(watch)
-    print(f"{model}: {buckets} buckets")
+    print(f"{model} {name}: {buckets} buckets")
     for span in (ENCODE, DECODE):
         spent = [1e6 * watch.spent[span] / buckets for watch in watches]
         print(f"    {span}: {min(spent):.0f} us, median {statistics.median(spent):.0f}")
@@ -103,13 +104,18 @@ def show(model: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--method", default="adtopk", help="names with commas between them")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     for module in (dense_compressor, fused, inspection):
         module.has_kernels = lambda device: True  # type: ignore[attr-defined]
     for owner in (FusedTopK, FusedDense):
         owner.compiler = staticmethod(make_idle)  # type: ignore[assignment]
-    for model in sys.argv[1:]:
-        show(model)
+    for model in options.models:
+        for name in parse_names(options.method):
+            show(model, name)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ low-rank methods bring a compressor of their own behind the same face.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -92,6 +92,8 @@ class Opened:
     """Whether its first request is an all-gather that others can share."""
     carries: Tensor | None = None
     """bool []: whether something was wrong, in this group or in the one `beside` it; None = it carries none."""
+    complete: Callable[[Outcome], Outcome] | None = None
+    """What is left to do with the program's outcome, once those of all groups of the bucket are there."""
 
     @cached_property
     def nbytes(self) -> float:
@@ -116,6 +118,10 @@ class Compressor(ABC):
         None where there are none for this group: the pipeline then looks, and calls `open`.
         """
         return None
+
+    def can_be_carried(self, group: Group, dtype: torch.dtype) -> bool:
+        """Whether kernels of another group may take this one's gradients, of that dtype, along."""
+        return False
 
     def expect(self, info: ParameterInfo, device: torch.device) -> None:  # noqa: B027
         """Learn of a parameter before its first step: its state may be asked for earlier."""

@@ -31,7 +31,6 @@ class DenseCompressor(Compressor):
         )
 
     def can_be_carried(self, group: Group, dtype: torch.dtype) -> bool:
-        """Whether kernels of another group may take this one's gradients, of that dtype, along."""
         return self._is_plain(dtype) and has_kernels(group.device)
 
     def _is_plain(self, dtype: torch.dtype) -> bool:

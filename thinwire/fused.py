@@ -6,7 +6,7 @@ kernels know.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from thinwire.exchange import requests
 from thinwire.exchange.base import Exchange, Outcome
 from thinwire.exchange.gather import AllGatherFast
 from thinwire.exchange.requests import Place, Program
-from thinwire.kernels.cuda.fused import Book, Correction, FusedTopK
+from thinwire.kernels.cuda.fused import Correction, FusedTopK
+from thinwire.kernels.cuda.joint import Joint
 from thinwire.kernels.cuda.launch import has_kernels
 from thinwire.kernels.cuda.prepared import FLOAT_CODES, PreparedKernels
 from thinwire.memory.account import Account
@@ -116,19 +117,17 @@ class FusedAccount(Account):
             self._return_unused()
             self.rest()
 
-    def book(self) -> Book | None:
-        """What the verdict may make return, if that is all it does; None if `settle` has more to do."""
+    def settle_jointly(self, bad: Tensor) -> Joint | None:
         plain = self.c is self.bindings[0].flat and self.c.numel()
         if not plain or self._verdict is not None or self._rounding is not None:
             return None
-        if not isinstance(self.kernels, FusedTopK):
+        kernels = self.kernels
+        if not isinstance(kernels, FusedTopK):
             return None
-        used = self.kernels.every_slot if self.used is None else self.used
-        return self.kernels.book(self.c, self.sent, used, self._unused)
-
-    def note(self, bad: Tensor) -> None:
-        """What was in the `book` has returned if it had to."""
-        self._verdict, self._unused = bad, self.kernels.never
+        used = kernels.every_slot if self.used is None else self.used
+        book = kernels.book(self.c, self.sent, used, self._unused, self.momentum)
+        self._verdict, self._unused = bad, kernels.never
+        return kernels.joint, book
 
     def settle(self, bad: Tensor) -> None:
         turned = bad if self._verdict is None else bad & ~self._verdict
@@ -138,12 +137,13 @@ class FusedAccount(Account):
         flag = turned if resting and self._rounding is None else None
         if resting:
             self._take([binding.lift(flag) for binding in self.bindings])
-        self.kernels.give_back(self.c, self.sent, used, turned, self._unused, self.momentum)
-        self._unused = self.kernels.never
+        # First what came last, so that every sum on the way is one that c has held before.
         if self._rounding is None:
             self._verdict = bad
         else:
             super().settle(bad)
+        self.kernels.give_back(self.c, self.sent, used, turned, self._unused, self.momentum)
+        self._unused = self.kernels.never
         self.rest(flag)
 
     def rest(self, flag: Tensor | None = None) -> None:
@@ -171,24 +171,6 @@ class FusedAccount(Account):
             values = torch.where(taken, values, 0.0)
         total = torch.zeros(self.kernels.group.numel, dtype=self.c.dtype, device=values.device)
         return total.index_add_(0, positions, values.to(total.dtype))
-
-
-def settle_all(accounts: Sequence[Account], bad: Tensor) -> None:
-    """Apply a step's verdict to all accounts: a launch for each would cost the host more than the kernels cost the device."""
-    together: dict[Hashable, list[tuple[FusedAccount, Book]]] = {}
-    for account in accounts:
-        book = account.book() if type(account) is FusedAccount else None
-        if book is None:
-            account.settle(bad)
-        else:
-            assert isinstance(account, FusedAccount) and isinstance(account.kernels, FusedTopK)
-            together.setdefault(account.kernels.format, []).append((account, book))
-    for members in together.values():
-        first = members[0][0].kernels
-        assert isinstance(first, FusedTopK)
-        first.give_back_all([book for _, book in members], bad)
-        for account, _ in members:
-            account.note(bad)
 
 
 def open_fused(

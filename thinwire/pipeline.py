@@ -34,10 +34,10 @@ from thinwire.exchange.base import Outcome
 from thinwire.exchange.drivers import Driver, fail
 from thinwire.exchange.fused import fuse_requests
 from thinwire.exchange.requests import Program, together
-from thinwire.fused import FusedAccount, settle_all
+from thinwire.fused import FusedAccount
 from thinwire.kernels.inspection import any_of, inspect, is_any_non_finite, prepare_poison
 from thinwire.layout import Bucket, BucketLayout
-from thinwire.memory.account import Account
+from thinwire.memory.account import Account, settle_all
 from thinwire.methods.base import SparseMethod
 from thinwire.observe.dimensions import DimensionStats, dimension_stats
 from thinwire.observe.stations import ENCODE, station
@@ -217,6 +217,8 @@ class Pipeline:
         outcomes: list[Outcome] = yield from fuse_requests(side_by_side)
         verdicts: list[Tensor] = []
         for group, one, outcome in zip(route.groups, opened, outcomes, strict=True):
+            if one.complete is not None:
+                outcome = one.complete(outcome)
             # A group that was carried along has its carrier's flag.
             if not any(outcome.non_finite is other for other in verdicts):
                 verdicts.append(outcome.non_finite)
@@ -317,7 +319,7 @@ class Pipeline:
             first, dense = groups[0] if len(groups) == 2 else (None, None)
             carried = (
                 dense is not None
-                and isinstance(first, DenseCompressor)
+                and first is not None
                 and first.can_be_carried(dense, layout.dtype)
             )
             self._routes[layout] = Route(

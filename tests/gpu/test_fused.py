@@ -6,8 +6,16 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.kernels.test_fused import adtopk, compare, corrected_rows, dgc
+from tests.kernels.test_fused import (
+    adtopk,
+    compare,
+    corrected_rows,
+    correction,
+    dgc,
+    find_carriers,
+)
 from tests.kernels.test_fused_giants import AGAIN, FEW, READY, SLOW, run
+from thinwire.methods.base import DenseMomentum
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,3 +136,19 @@ def test_momentum_under_a_changing_scale(kernels):
         return draw(cluster, count)
 
     compare(kernels, dgc(0.01), scaled, shapes=LAYERS, device="cuda", scale=lambda: current)
+
+
+@pytest.mark.parametrize("bias", [1025, 200_000])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_of_dense_tensors(kernels, bias, nesterov):
+    """Gathered with the payload, and summed."""
+    fast, _ = compare(
+        kernels,
+        tw.DGC(density=0.01, memory=correction(nesterov)),
+        draw,
+        shapes={**LAYERS, "bias": (bias,), "norm": (7,)},
+        policy=[tw.rule("bias", method=DenseMomentum(momentum=0.9, nesterov=nesterov))],
+        device="cuda",
+        discard=(1,),
+    )
+    assert [carrier.summed for carrier in find_carriers(fast)] == [bias > 1025]

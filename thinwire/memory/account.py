@@ -7,8 +7,13 @@ through `give_back`.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from thinwire.kernels.cuda.joint import Joint, JointKernel
 
 
 class Account:
@@ -79,9 +84,27 @@ class Account:
                 self.c.index_add_(0, positions, torch.where(turned, contribution, nothing))
         self._verdict = bad
 
+    def settle_jointly(self, bad: Tensor) -> Joint | None:
+        """Leave the verdict to one launch for many accounts; None if `settle` has to apply it."""
+        return None
+
     def accepted(self) -> Tensor:
         """This rank's accepted contribution so far, dense; for tests and measurements."""
         total = torch.zeros_like(self.c)
         for positions, contribution in self._sent:
             total.index_add_(0, positions, contribution)
         return total
+
+
+def settle_all(accounts: Sequence[Account], bad: Tensor) -> None:
+    """Apply a step's verdict to all accounts, in as few launches as possible."""
+    together: dict[JointKernel, list[ctypes.Structure]] = {}
+    for account in accounts:
+        joint = account.settle_jointly(bad)
+        if joint is None:
+            account.settle(bad)
+        else:
+            kernel, entry = joint
+            together.setdefault(kernel, []).append(entry)
+    for kernel, entries in together.items():
+        kernel.settle(entries, bad)

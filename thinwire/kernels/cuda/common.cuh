@@ -11,6 +11,13 @@ typedef long long i64;
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 #endif
 
+// Parameters where they lie, so that a block reads its own part of a long one there and no thread has a copy of all.
+#ifdef __CUDACC_RTC__
+#define IN_PLACE const __grid_constant__
+#else
+#define IN_PLACE
+#endif
+
 #define EVERY_LANE 0xffffffffu
 #define INFINITE 0x7f800000
 

@@ -33,3 +33,55 @@ extern "C" __global__ void open_payload(
     const int at = block * STRETCH_THREADS + (int)threadIdx.x;
     if (at < quads) payload[at] = blank[at];
 }
+
+// The means of dense tensors get their momentum: u = m u + mean, the update being u (Nesterov: mean + m u), in the order and with
+// the roundings of thinwire/memory/dense_momentum.py. u and `before`, which keeps what it was, lie as on the wire. `wrong` goes up
+// if an update is not finite.
+extern "C" __global__ void dense_momentum(
+    float* bucket, float* u, float* before, const Stretch* stretches, u8* wrong, const float* ratio, float factor,
+    int nesterov) {
+    const Stretch stretch = stretches[blockIdx.x];
+    const float scale = *ratio;
+    float means[EACH], held[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        means[i] = bucket[stretch.bucket + element(stretch, i)];
+        held[i] = u[stretch.packed + element(stretch, i)];
+    }
+    bool bad = false;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int at = (int)threadIdx.x + i * STRETCH_THREADS;
+        // Behind the end are others' elements, which may have changed by now.
+        if (at >= stretch.count) break;
+        const float last = __fmul_rn(held[i], scale), now = __fadd_rn(__fmul_rn(last, factor), means[i]);
+        // torch adds a multiple with one rounding.
+        const float update = nesterov ? fmaf(now, factor, means[i]) : now;
+        before[stretch.packed + at] = last;
+        u[stretch.packed + at] = now;
+        bucket[stretch.bucket + at] = update;
+        bad |= (__float_as_int(update) & 0x7fffffff) >= INFINITE;
+    }
+    if (bad) raise(wrong);
+}
+
+// A momentum that may have to be again what it was.
+struct Trace {
+    float* u;
+    const float* before;
+    i64 count;
+};
+
+#define MOST_TRACES 128
+struct Traces {
+    Trace at[MOST_TRACES];
+};
+
+// For all buckets of a step, as many blocks for each; they usually only look.
+extern "C" __global__ void restore_all(IN_PLACE Traces traces, const u8* bad, int blocks_each) {
+    if (!*bad) return;
+    const Trace& trace = traces.at[blockIdx.x / blocks_each];
+    const i64 threads = (i64)blocks_each * blockDim.x;
+    for (i64 i = (i64)(blockIdx.x % blocks_each) * blockDim.x + threadIdx.x; i < trace.count; i += threads)
+        trace.u[i] = trace.before[i];
+}

@@ -7,7 +7,6 @@ these are.
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ from thinwire.kernels.cuda.columns import COLLECT_THREADS, SEND_THREADS
 from thinwire.kernels.cuda.decode_parts import DECODE_THREADS, decode_parts
 from thinwire.kernels.cuda.dense import THREADS, cut_stretches, packed_bytes
 from thinwire.kernels.cuda.giants import BINS
-from thinwire.kernels.cuda.launch import Kernel, Site, Varying
+from thinwire.kernels.cuda.joint import JointKernel, joint_kernel
+from thinwire.kernels.cuda.launch import Defines, Kernel, Site, Varying
 from thinwire.kernels.cuda.prepared import (
     BAD,
     BESIDE,
@@ -47,9 +47,7 @@ CHUNK_THREADS = 256
 QUAD = 16
 """Bytes of a payload that one thread clears."""
 LOOK_THREADS = 256
-MOST_BOOKS = 64
-BOOK_BLOCKS = 8
-"""Blocks for each of many payloads."""
+MOST_BOOKS = 60
 MOST_AT_ONCE = 1 << 30
 """Elements of a bucket in one launch."""
 
@@ -64,13 +62,9 @@ class Book(ctypes.Structure):
         ("used", ctypes.c_void_p),
         ("unused", ctypes.c_void_p),
         ("count", ctypes.c_longlong),
+        ("momentum", ctypes.c_void_p),
+        ("kept", ctypes.c_void_p),
     ]
-
-
-class Books(ctypes.Structure):
-    """A kernel's parameters are at most 4 KB."""
-
-    _fields_ = [("at", Book * MOST_BOOKS)]
 
 
 @dataclass(frozen=True)
@@ -85,11 +79,10 @@ class Correction:
     def defines(self) -> tuple[tuple[str, int], ...]:
         return ("MOMENTUM", 2 if self.nesterov else 1), ("MASKING", int(self.masking))
 
-    @property
-    def parameters(self) -> list[Any]:
-        """MOMENTUM_PARAMETERS; numbers travel as integers, so the momentum goes by its bits."""
-        (bits,) = struct.unpack("i", struct.pack("f", self.momentum))
-        return [*map(Varying, MOMENTUM_NAMES), bits]
+    def parameters(self, kept: Tensor) -> list[Any]:
+        """MOMENTUM_PARAMETERS."""
+        u, ratio = map(Varying, MOMENTUM_NAMES)
+        return [u, kept, ratio, self.momentum]
 
 
 class FusedTopK(PreparedKernels):
@@ -118,9 +111,15 @@ class FusedTopK(PreparedKernels):
             self._stretches = cut_stretches(beside)
         self.tables: Tables = make_tables(group, codec)
         self._correction = correction
+        masks = correction is not None and correction.masking
+        self._kept = torch.zeros(codec.table.entries if masks else 0, device=group.device)
+        """What a momentum was wherever it was masked in the last step."""
         self._rows_at = self.tables.all_rows.data_ptr()
         self._row_count = len(self.tables.all_rows)
+        self._kept_at = self._kept.data_ptr()
         self._prepare()
+        give_back_all = ("settle.cu", "give_back_all", self._memory_defines, Book, MOST_BOOKS)
+        self.joint: JointKernel = joint_kernel(self.compiler, *give_back_all, group.device)
 
     def _new_buffer(self) -> Tensor:
         size = self.before + self.codec.nbytes
@@ -128,32 +127,27 @@ class FusedTopK(PreparedKernels):
 
     def open_momentum(self, u: Tensor, ratio: Tensor | None) -> list[Tensor]:
         """What `encode` and `give_back` of one step need to know of a momentum that is to be multiplied with `ratio` first."""
-        assert self._correction is not None
-        entries = self.codec.table.entries if self._correction.masking else 0
-        kept = torch.empty(entries, device=u.device)
-        return [u, kept, self._one if ratio is None else ratio]
+        return [u, self._one if ratio is None else ratio]
 
-    def book(self, memory: Tensor, sent: Tensor, used: Tensor, unused: Tensor) -> Book | None:
-        """What `give_back` would be called with, for `give_back_all`; None if there is a momentum."""
-        if self._correction is not None:
-            return None
-        payload = sent.data_ptr() + self.before
-        flags = (used.data_ptr(), unused.data_ptr())
-        return Book(memory.data_ptr(), payload, self._rows_at, *flags, self._row_count)
-
-    def give_back_all(self, books: Sequence[Book], bad: Tensor) -> None:
-        """`give_back` of many payloads of this format; `books` say which."""
-        kernel = self._kernel("settle.cu", "give_back_all")
-        for start in range(0, len(books), MOST_BOOKS):
-            part = books[start : start + MOST_BOOKS]
-            grid = (BOOK_BLOCKS * len(part), 1, 1)
-            together = Books((Book * MOST_BOOKS)(*part))
-            kernel(grid, (WARP * ROW_WARPS, 1, 1), [together, bad, BOOK_BLOCKS])
-
-    @property
-    def format(self) -> tuple[tuple[str, int], ...]:
-        """What payloads have to have in common."""
-        return self._defines
+    def book(
+        self,
+        memory: Tensor,
+        sent: Tensor,
+        used: Tensor,
+        unused: Tensor,
+        momentum: Sequence[Tensor] = (),
+    ) -> Book:
+        """What `give_back` would be called with, for `joint`, which does it for all payloads of one format."""
+        return Book(
+            memory.data_ptr(),
+            sent.data_ptr() + self.before,
+            self._rows_at,
+            used.data_ptr(),
+            unused.data_ptr(),
+            self._row_count,
+            momentum[0].data_ptr() if momentum else None,
+            self._kept_at,
+        )
 
     # -- the launches -----------------------------------------------------------------------------------------
 
@@ -182,6 +176,11 @@ class FusedTopK(PreparedKernels):
         args = [*read, *known, int(self.into_bucket)]
         yield Site(kernel, len(parts), DECODE_THREADS, args)
 
+    @property
+    def _memory_defines(self) -> Defines:
+        """Of kernels that know of momentum."""
+        return (*self._defines, *(() if self._correction is None else self._correction.defines))
+
     def _memory_site(
         self,
         file: str,
@@ -193,9 +192,9 @@ class FusedTopK(PreparedKernels):
         **more: int,
     ) -> Site:
         """Of a kernel that knows of momentum."""
-        corrected = () if self._correction is None else self._correction.defines
-        kernel = self.compiler(file, name, (*self._defines, *corrected, *more.items()))
-        parameters = [] if self._correction is None else self._correction.parameters
+        kernel = self.compiler(file, name, (*self._memory_defines, *more.items()))
+        corrected = self._correction
+        parameters = [] if corrected is None else corrected.parameters(self._kept)
         return Site(kernel, blocks, threads, [*args, *parameters], shared_mem)
 
     def _collected_sites(self) -> Iterator[Site]:

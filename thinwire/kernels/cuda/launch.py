@@ -42,7 +42,8 @@ class Varying:
 
 
 class Arguments:
-    """What a kernel is called with, as the driver wants it: tensors by pointer, numbers as 32-bit integers, structures as they are.
+    """What a kernel is called with, as the driver wants it: tensors by pointer, numbers with 32 bits, structures and arrays of them
+    as they are.
 
     Tensors must outlive the launch.
     """
@@ -58,13 +59,18 @@ class Arguments:
         self.pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, self._boxes))
 
 
-def _box(arg: Any) -> ctypes.c_void_p | ctypes.c_int | ctypes.Structure:
-    if isinstance(arg, ctypes.Structure):
+Box = ctypes.c_void_p | ctypes.c_int | ctypes.c_float | ctypes.Structure | ctypes.Array
+
+
+def _box(arg: Any) -> Box:
+    if isinstance(arg, ctypes.Structure | ctypes.Array):
         return arg
     if isinstance(arg, Varying):
         return ctypes.c_int() if arg.is_number else ctypes.c_void_p()
     if isinstance(arg, Tensor):
         return ctypes.c_void_p(arg.data_ptr())
+    if isinstance(arg, float):
+        return ctypes.c_float(arg)
     return ctypes.c_int(fitting(arg))
 
 
@@ -89,6 +95,8 @@ class Kernel(Protocol):
 
 class Compiler(Protocol):
     def __call__(self, file: str, name: str, defines: Defines) -> Kernel: ...
+
+    def __hash__(self) -> int: ...
 
 
 def source_of(file: str, defines: Defines) -> str:

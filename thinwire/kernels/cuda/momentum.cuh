@@ -14,8 +14,8 @@
 #endif
 
 #if MOMENTUM
-#define MOMENTUM_PARAMETERS , float* momentum, float* kept, const float* momentum_ratio, int momentum_factor
-#define MOMENTUM_OF_GROUP {momentum, kept, *momentum_ratio, __int_as_float(momentum_factor)}
+#define MOMENTUM_PARAMETERS , float* momentum, float* kept, const float* momentum_ratio, float momentum_factor
+#define MOMENTUM_OF_GROUP {momentum, kept, *momentum_ratio, momentum_factor}
 #else
 #define MOMENTUM_PARAMETERS
 #define MOMENTUM_OF_GROUP {}

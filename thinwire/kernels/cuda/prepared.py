@@ -25,7 +25,7 @@ ROW_WARPS = 4
 """Rows per block where one warp has a whole row."""
 LOOK_BLOCKS = 256
 """Blocks of a kernel that usually only looks at a flag."""
-MOMENTUM_NAMES = ("u", "kept", "u_ratio")
+MOMENTUM_NAMES = ("u", "u_ratio")
 BUCKET, MEMORY, PAYLOAD, RATIO = map(Varying, ("bucket", "memory", "payload", "ratio"))
 GATHERED, OUT = map(Varying, ("gathered", "out"))
 STRIDE = Varying("stride", is_number=True)

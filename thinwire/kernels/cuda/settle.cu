@@ -27,7 +27,6 @@ extern "C" __global__ void give_back(
     return_entries(memory, payload, rows, used, *bad, *unused, count, warp, gridDim.x * each, correction);
 }
 
-#if !MOMENTUM
 // What one bucket may have to take back.
 struct Book {
     float* memory;
@@ -36,29 +35,28 @@ struct Book {
     const u8* used;
     const u8* unused;
     i64 count;
+    float* momentum;
+    float* kept;
 };
 
-#define MOST_BOOKS 64
+#define MOST_BOOKS 60  // a kernel's parameters are at most 4 KB
 struct Books {
     Book at[MOST_BOOKS];
 };
-
-// Where parameters lie, so that a block reads its own book there and no thread has a copy of all.
-#ifdef __CUDACC_RTC__
-#define IN_PLACE const __grid_constant__
-#else
-#define IN_PLACE
-#endif
 
 // The same for all buckets of a step, as many blocks for each: they are many, and all of them usually only look.
 extern "C" __global__ void give_back_all(IN_PLACE Books books, const u8* bad, int blocks_each) {
     const Book& book = books.at[blockIdx.x / blocks_each];
     if (!*bad && !*book.unused) return;
+#if MOMENTUM
+    const Momentum correction = {book.momentum, book.kept};
+#else
+    const Momentum correction = {};
+#endif
     const int each = blockDim.x / 32, warp = blockIdx.x % blocks_each * each + threadIdx.x / 32;
     return_entries(
-        book.memory, book.payload, book.rows, book.used, *bad, *book.unused, (int)book.count, warp, blocks_each * each, {});
+        book.memory, book.payload, book.rows, book.used, *bad, *book.unused, (int)book.count, warp, blocks_each * each, correction);
 }
-#endif
 
 // The flag goes up if a value is not finite.
 extern "C" __global__ void look(const Gradient* values, u8* flag, int count) {
