@@ -17,7 +17,7 @@
 #include "team.cuh"
 
 #define COLLECT_THREADS 128
-#define COLLECTING_AT_ONCE 5
+#define COLLECTING_AT_ONCE 4
 // Fours of neighbours that a lane has, and how many of these are under way at once: with momentum each is three loads.
 #define FOURS 8
 #define FOURS_AT_ONCE (MOMENTUM ? 4 : 8)
