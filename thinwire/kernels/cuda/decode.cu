@@ -28,13 +28,6 @@ struct Part {
     int joined;  // 1: strided rows that lie next to each other
 };
 
-// Blocks on a multiprocessor: as many as registers and shared memory let.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define BLOCKS_AT_ONCE (PACKED ? 5 : 6)
-#else
-#define BLOCKS_AT_ONCE 4
-#endif
-
 static __device__ __forceinline__ const int* slot_words(const u8* payload, int slot) {
     return reinterpret_cast<const int*>(payload) + HEADER_FIXED + slot * HEADER_SLOT;
 }
@@ -90,7 +83,7 @@ struct Work {
         const bool few = count <= THREADS, mine = number < count;
         Entries entries;
         if (few && mine) entries.load(reply, row, 0, number);
-        const int had = read_had(reply, row.slot), which = number / row.keep;
+        const int had = read_had(reply, row.slot), which = (u32)number / (u32)row.keep;
         clear_sums(sums, cleared);
         const bool used = is_used(reply, row.slot, had);
         __syncthreads();
@@ -117,7 +110,7 @@ struct Work {
 #pragma unroll
                 for (int i = 0; i < RANKS; ++i) {
                     const int one = first + i * THREADS;
-                    if (one < count) add(one / row.keep, entries.index(i, row, one), entries.value(i));
+                    if (one < count) add((u32)one / (u32)row.keep, entries.index(i, row, one), entries.value(i));
                 }
             }
             __syncthreads();
@@ -191,15 +184,16 @@ static __device__ __forceinline__ bool write_tile(const Work& work, const Row* r
         const int column = threadIdx.x % (COLUMNS / 4) * 4;
         if (column >= part.rows) return false;
         float* target = work.target + column;
+#pragma unroll 4
         for (int j = threadIdx.x / (COLUMNS / 4); j < here; j += THREADS / (COLUMNS / 4))
-            *reinterpret_cast<float4*>(target + (part.start + j) * stride) =
-                means.of(*reinterpret_cast<const float4*>(work.sums + j * COLUMNS + column));
+            means.write(target + (part.start + j) * stride, work.sums + j * COLUMNS + column);
     } else {
         const int column = threadIdx.x % COLUMNS;
         if (column >= part.rows) return false;
         const Row& first = part.row;
         const Row& mine = rows[part.first + column];
         float* target = work.target + (into_bucket ? mine.gradient - first.gradient : mine.memory - first.memory);
+#pragma unroll 4
         for (int j = threadIdx.x / COLUMNS; j < here; j += THREADS / COLUMNS)
             target[(part.start + j) * stride] = means.of(work.sums[j * COLUMNS + column]);
     }

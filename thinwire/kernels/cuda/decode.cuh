@@ -5,6 +5,12 @@
 #define MOST_AT_ONCE 64
 // Entries of a thread that are under way at once: memory is far away.
 #define RANKS 4
+// Blocks on a multiprocessor: as many as registers and shared memory let.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define BLOCKS_AT_ONCE (PACKED ? 5 : 6)
+#else
+#define BLOCKS_AT_ONCE 4
+#endif
 
 // What all ranks sent, one row each.
 struct Reply {
@@ -116,7 +122,16 @@ struct Means {
         return mean;
     }
 
-    __device__ __forceinline__ float4 of(float4 sum) { return make_float4(of(sum.x), of(sum.y), of(sum.z), of(sum.w)); }
+    // Of four neighbours. The compiler would make four stores of one.
+    __device__ __forceinline__ void write(float* target, const float* sums) {
+        const float4 four = *reinterpret_cast<const float4*>(sums);
+        const float a = of(four.x), b = of(four.y), c = of(four.z), d = of(four.w);
+#ifdef __CUDA_ARCH__
+        asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(a), "f"(b), "f"(c), "f"(d));
+#else
+        *reinterpret_cast<float4*>(target) = make_float4(a, b, c, d);
+#endif
+    }
 
     __device__ __forceinline__ bool bad() const { return !(trace == 0.0f); }
 };
@@ -133,8 +148,7 @@ static __device__ __forceinline__ bool write_means(float* target, const float* s
     const int begin = shift ? 4 : 0, end = (shift + count) & ~3, lane = threadIdx.x;
     Means means(average);
 #pragma unroll 4
-    for (int j = begin + 4 * lane; j < end; j += 4 * THREADS)
-        *reinterpret_cast<float4*>(aligned + j) = means.of(*reinterpret_cast<const float4*>(sums + j));
+    for (int j = begin + 4 * lane; j < end; j += 4 * THREADS) means.write(aligned + j, sums + j);
     if (lane < 4) {
         if (shift && lane >= shift && lane < shift + count) aligned[lane] = means.of(sums[lane]);
         if (end >= begin && end + lane < shift + count) aligned[end + lane] = means.of(sums[end + lane]);

@@ -51,7 +51,7 @@ extern "C" __global__ void read_counts(
 }
 
 // As decode_piece of decode.cu, a block for each piece of a slot.
-extern "C" __global__ __launch_bounds__(THREADS) void decode_counted(
+extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_AT_ONCE) void decode_counted(
     const u8* gathered, float* out, const Aim* aims, const Piece* pieces, const u8* used, u8* status, float* share, int world,
     int payload_bytes, int into_bucket) {
     __shared__ __align__(16) float sums[PIECE + 4];
