@@ -82,18 +82,33 @@ static __device__ __forceinline__ Value load_code(const u8* payload, const Row& 
 template <int LANES>
 static __device__ __forceinline__ void find_edges(
     const u8* payload, const Row& row, int first, int count, int from, int to, int& begin, int& end) {
+    constexpr int EACH_LOOKS = 2;  // at so many places at once
     const int member = threadIdx.x % LANES, team = threadIdx.x % 32 / LANES * LANES;
     const u32 mates = LANES < 32 ? (1u << LANES % 32) - 1 : EVERY_LANE;
     begin = end = 0;
+#pragma unroll 1
     for (int unknown = count; unknown > 0;) {
-        const int step = unknown / (LANES + 1) + 1, ahead = (member + 1) * step - 1;
-        const int low = begin + ahead, high = end + ahead;
-        const int at_low = load_index(payload, row, first + min(low, count - 1));
-        const int at_high = load_index(payload, row, first + min(high, count - 1));
-        const u32 below_from = __ballot_sync(EVERY_LANE, low < count && at_low < from);
-        const u32 below_to = __ballot_sync(EVERY_LANE, high < count && at_high < to);
-        begin += step * __popc(below_from >> team & mates);
-        end += step * __popc(below_to >> team & mates);
+        const int step = unknown / (EACH_LOOKS * LANES + 1) + 1;
+        const bool apart = begin != end;
+        const auto place_of = [&](int since, int i) { return since + (member + i * LANES + 1) * step - 1; };
+        const auto look = [&](int since, int i) { return load_index_word(payload, row, first + min(place_of(since, i), count - 1)); };
+        const auto is_below = [&](u32 word, int since, int i, int index) {
+            const int place = place_of(since, i);
+            return (place < count) & (index_in(word, row, first + place) < index);
+        };
+        u32 low[EACH_LOOKS], high[EACH_LOOKS], below_from = 0, below_to = 0;
+#pragma unroll
+        for (int i = 0; i < EACH_LOOKS; ++i) low[i] = look(begin, i);
+        if (apart) {
+#pragma unroll
+            for (int i = 0; i < EACH_LOOKS; ++i) high[i] = look(end, i);
+        }
+#pragma unroll
+        for (int i = 0; i < EACH_LOOKS; ++i) {
+            below_from += __popc(__ballot_sync(EVERY_LANE, is_below(low[i], begin, i, from)) >> team & mates);
+            below_to += __popc(__ballot_sync(EVERY_LANE, is_below(apart ? high[i] : low[i], end, i, to)) >> team & mates);
+        }
+        begin += step * below_from, end += step * below_to;
         unknown = step - 1;
     }
     // Only a corrupt payload has something before the row or behind it, and whoever is nearest finds it.
