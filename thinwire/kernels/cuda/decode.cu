@@ -66,7 +66,7 @@ static __device__ __forceinline__ bool is_used(const Reply& reply, int slot, int
     return __ballot_sync(EVERY_LANE, had != 0) != 0;
 }
 
-// A block's sums, and what it knows of its slot.
+// A block's sums, which are 0, and what it knows of its slot.
 struct Work {
     const Reply& reply;
     const Part& part;
@@ -74,17 +74,15 @@ struct Work {
     float* target;  // element 0 of the first row
     float average;
 
-    // All entries of all rows of the part, rank by rank: `add(row, index, value)`, rows counted from the first. `cleared`: sums that
-    // are to be 0 before.
+    // All entries of all rows of the part, rank by rank: `add(row, index, value)`, rows counted from the first.
     template <class Add>
-    __device__ __forceinline__ void add_all(int cleared, const Add& add) const {
+    __device__ __forceinline__ void add_all(const Add& add) const {
         const Row& row = part.row;
         const int count = part.rows * row.keep, number = threadIdx.x;
         const bool few = count <= THREADS, mine = number < count;
         Entries entries;
         if (few && mine) entries.load(reply, row, 0, number);
         const int had = read_had(reply, row.slot), which = (u32)number / (u32)row.keep;
-        clear_sums(sums, cleared);
         const bool used = is_used(reply, row.slot, had);
         __syncthreads();
         if (!used) return;
@@ -124,7 +122,7 @@ static __device__ __forceinline__ bool decode_rows(const Work& work) {
     const int shift = misplaced(work.target), count = work.part.rows * row.length;
     float* sums = work.sums;
     bool bad = false;
-    work.add_all(shift + count, [&](int which, int index, float value) {
+    work.add_all([&](int which, int index, float value) {
         float* sum = sums + shift + which * row.length;
         if (index < 0 || index >= row.length)
             bad = true;
@@ -153,10 +151,9 @@ static __device__ __forceinline__ bool decode_piece(const Work& work, int (*edge
             bad |= !all || index < 0 || index >= row.length;
     };
     if (all) {
-        work.add_all(shift + here, [&](int, int index, float value) { add(index, value); });
+        work.add_all([&](int, int index, float value) { add(index, value); });
     } else {
         const int had = read_had(reply, row.slot);
-        clear_sums(work.sums, shift + here);
         const bool used = is_used(reply, row.slot, had);
         for (int before = 0; used && before < reply.world; before += MOST_AT_ONCE) {
             const int together = min(reply.world - before, MOST_AT_ONCE);
@@ -216,10 +213,9 @@ static __device__ __forceinline__ bool decode_tile(const Work& work, const Row* 
             bad |= !all || index < 0 || index >= row.length;
     };
     if (all) {
-        work.add_all(here * COLUMNS, add);
+        work.add_all(add);
     } else {
         const int had = read_had(reply, row.slot);
-        clear_sums(sums, here * COLUMNS);
         const bool used = is_used(reply, row.slot, had);
         __syncthreads();
         const int member = threadIdx.x % MEMBERS, column = threadIdx.x / MEMBERS % COLUMNS, turn = threadIdx.x / (MEMBERS * COLUMNS);
@@ -260,11 +256,13 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_AT_ONCE) void decode(
     const u8* gathered, const u8* dense, float* out, const Row* rows, const Part* parts, const Stretch* stretches,
     const int* expected, u8* used, u8* status, const float* share, int world, int dense_world, int payload_bytes, int slots,
     int into_bucket) {
-    __shared__ __align__(16) float sums[PIECE + 4];
+    __shared__ __align__(16) float sums[ROOM];
     __shared__ int edges[MOST_AT_ONCE][2];
     const Part part = parts[blockIdx.x];
+    const float average = *share;
+    clear_sums(sums);
     const Reply reply = {gathered, world, payload_bytes};
-    const Work work = {reply, part, sums, out + (into_bucket ? part.row.gradient : part.row.memory), *share};
+    const Work work = {reply, part, sums, out + (into_bucket ? part.row.gradient : part.row.memory), average};
     bool bad = false;
     switch (part.kind) {
         case HEADERS: read_headers(reply, expected, used, status, slots); break;

@@ -116,13 +116,14 @@ static __device__ __forceinline__ void find_edges(
     if (to >= row.length) end = count;
 }
 
-// So many of the first sums, in fours.
-static __device__ __forceinline__ void clear_sums(float* sums, int count) {
+#define ROOM (PIECE + 4)  // sums of a piece, wherever in a vector it begins
+
+// All of them, whatever is needed: nobody has to know that yet.
+static __device__ __forceinline__ void clear_sums(float* sums) {
+    float4* fours = reinterpret_cast<float4*>(sums);
 #pragma unroll
-    for (int first = 0; first < PIECE + 4; first += 4 * THREADS) {
-        const int i = first + 4 * threadIdx.x;
-        if (i < count) *reinterpret_cast<float4*>(sums + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+    for (int first = 0; first < PIECE / 4; first += THREADS) fours[first + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (threadIdx.x == 0) fours[PIECE / 4] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
 // Means of sums, and whether all of them were finite: what is not leaves a trace that stays.

@@ -54,10 +54,11 @@ extern "C" __global__ void read_counts(
 extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_AT_ONCE) void decode_counted(
     const u8* gathered, float* out, const Aim* aims, const Piece* pieces, const u8* used, u8* status, float* share, int world,
     int payload_bytes, int into_bucket) {
-    __shared__ __align__(16) float sums[PIECE + 4];
+    __shared__ __align__(16) float sums[ROOM];
     __shared__ int edges[MOST_AT_ONCE][2];
     const Piece piece = pieces[blockIdx.x];
     const Row row = aims[piece.first].row;
+    clear_sums(sums);
     const Reply reply = {gathered, world, payload_bytes};
     const int start = piece.start, here = min(row.length - start, PIECE);
     float* target = out + (into_bucket ? row.gradient : row.memory) + start;
@@ -72,7 +73,6 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_AT_ONCE) void decode_cou
         else
             bad = true;
     };
-    clear_sums(sums, shift + here);
     for (int before = 0; live && before < world; before += MOST_AT_ONCE) {
         const int together = min(world - before, MOST_AT_ONCE);
         for (int rank = threadIdx.x / 32; rank < together; rank += THREADS / 32) {
