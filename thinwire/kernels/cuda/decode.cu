@@ -53,18 +53,17 @@ static __device__ void read_headers(const Reply& reply, const int* expected, u8*
     }
 }
 
-// What a rank said of having a gradient for a slot, another rank for each lane.
+// What a rank said of having a gradient for a slot, another rank for each lane, or several where there are more.
 static __device__ __forceinline__ int read_had(const Reply& reply, int slot) {
-    return slot_words(reply.of(min((int)threadIdx.x % 32, reply.world - 1)), slot)[HEADER_HAD];
+    const int lane = threadIdx.x % 32;
+    int had = load_word(slot_words(reply.of(min(lane, reply.world - 1)), slot) + HEADER_HAD);
+#pragma unroll 1
+    for (int rank = lane + 32; rank < reply.world; rank += 32) had |= slot_words(reply.of(rank), slot)[HEADER_HAD];
+    return had;
 }
 
-// Whether anybody had one, decided by whole warps from `had` and, where there are more ranks than lanes, the words of the others.
-static __device__ __forceinline__ bool is_used(const Reply& reply, int slot, int had) {
-#pragma unroll 1
-    for (int rank = (int)threadIdx.x % 32 + 32; rank < reply.world; rank += 32)
-        had |= slot_words(reply.of(rank), slot)[HEADER_HAD];
-    return __ballot_sync(EVERY_LANE, had != 0) != 0;
-}
+// Whether anybody had one, decided by whole warps.
+static __device__ __forceinline__ bool is_used(int had) { return __ballot_sync(EVERY_LANE, had != 0) != 0; }
 
 // A block's sums, which are 0, and what it knows of its slot.
 struct Work {
@@ -83,7 +82,7 @@ struct Work {
         Entries entries;
         if (few && mine) entries.load(reply, row, 0, number);
         const int had = read_had(reply, row.slot), which = (u32)number / (u32)row.keep;
-        const bool used = is_used(reply, row.slot, had);
+        const bool used = is_used(had);
         __syncthreads();
         if (!used) return;
         if (few) {
@@ -124,10 +123,10 @@ static __device__ __forceinline__ bool decode_rows(const Work& work) {
     bool bad = false;
     work.add_all([&](int which, int index, float value) {
         float* sum = sums + shift + which * row.length;
-        if (index < 0 || index >= row.length)
-            bad = true;
-        else
+        if ((u32)index < (u32)row.length)
             sum[index] = __fadd_rn(sum[index], value);
+        else
+            bad = true;
     });
     return write_means(work.target, sums, shift, count, work.average) | bad;
 }
@@ -144,18 +143,17 @@ static __device__ __forceinline__ bool decode_piece(const Work& work, int (*edge
     const bool all = row.keep <= THREADS;
     bool bad = false;
     const auto add = [&](int index, float value) {
-        const int at = index - start;
-        if (at >= 0 && at < here)
+        const u32 at = (u32)index - (u32)start;
+        if (at < (u32)here)
             sum[at] = __fadd_rn(sum[at], value);
         else
-            bad |= !all || index < 0 || index >= row.length;
+            bad |= !all || (u32)index >= (u32)row.length;
     };
     if (all) {
         work.add_all([&](int, int index, float value) { add(index, value); });
     } else {
         const int had = read_had(reply, row.slot);
-        const bool used = is_used(reply, row.slot, had);
-        for (int before = 0; used && before < reply.world; before += MOST_AT_ONCE) {
+        for (int before = 0; before < reply.world; before += MOST_AT_ONCE) {
             const int together = min(reply.world - before, MOST_AT_ONCE);
             for (int rank = threadIdx.x / 32; rank < together; rank += THREADS / 32) {
                 int begin, end;
@@ -164,9 +162,9 @@ static __device__ __forceinline__ bool decode_piece(const Work& work, int (*edge
                 edges[rank][0] = begin, edges[rank][1] = end;
             }
             __syncthreads();
+            if (!is_used(had)) break;
             add_between(reply, row, before, together, edges, add);
         }
-        __syncthreads();
     }
     return write_means(target, work.sums, shift, here, work.average) | bad;
 }
@@ -206,21 +204,21 @@ static __device__ __forceinline__ bool decode_tile(const Work& work, const Row* 
     float* sums = work.sums;
     bool bad = false;
     const auto add = [&](int column, int index, float value) {
-        float* sum = sums + (index - start) * COLUMNS + column;
-        if (index >= start && index < start + here)
+        const u32 at = (u32)index - (u32)start;
+        float* sum = sums + at * COLUMNS + column;
+        if (at < (u32)here)
             *sum = __fadd_rn(*sum, value);
         else
-            bad |= !all || index < 0 || index >= row.length;
+            bad |= !all || (u32)index >= (u32)row.length;
     };
     if (all) {
         work.add_all(add);
     } else {
         const int had = read_had(reply, row.slot);
-        const bool used = is_used(reply, row.slot, had);
-        __syncthreads();
-        const int member = threadIdx.x % MEMBERS, column = threadIdx.x / MEMBERS % COLUMNS, turn = threadIdx.x / (MEMBERS * COLUMNS);
+        const int member = threadIdx.x % MEMBERS, column = threadIdx.x / MEMBERS % COLUMNS;
+        const int turn = threadIdx.x / (MEMBERS * COLUMNS);
         const int first = min(column, work.part.rows - 1) * keep;
-        for (int ranks = 0; used && ranks < reply.world; ranks += RANKS) {
+        for (int ranks = 0; ranks < reply.world; ranks += RANKS) {
             const u8* payload = reply.of(min(ranks + turn, reply.world - 1));
             int begin, end;
             find_edges<MEMBERS>(payload, row, first, keep, start, start + here, begin, end);
@@ -229,6 +227,8 @@ static __device__ __forceinline__ bool decode_tile(const Work& work, const Row* 
             int place = begin + member;
             Entries entries;
             entries.load_apart(payload, row, first + place, MEMBERS, first + keep - 1);
+            __syncthreads();
+            if (!is_used(had)) break;
 #pragma unroll 1
             for (int r = 0; r < min(RANKS, reply.world - ranks); ++r) {
                 if (r == turn) {

@@ -91,7 +91,9 @@ static __device__ __forceinline__ void find_edges(
         const int step = unknown / (EACH_LOOKS * LANES + 1) + 1;
         const bool apart = begin != end;
         const auto place_of = [&](int since, int i) { return since + (member + i * LANES + 1) * step - 1; };
-        const auto look = [&](int since, int i) { return load_index_word(payload, row, first + min(place_of(since, i), count - 1)); };
+        const auto look = [&](int since, int i) {
+            return load_index_word(payload, row, first + min(place_of(since, i), count - 1));
+        };
         const auto is_below = [&](u32 word, int since, int i, int index) {
             const int place = place_of(since, i);
             return (place < count) & (index_in(word, row, first + place) < index);
@@ -157,7 +159,7 @@ static __device__ __forceinline__ int misplaced(const float* target) {
     return (int)(reinterpret_cast<unsigned long long>(target) / sizeof(float) % 4);
 }
 
-// The means of `count` neighbours, whose sums begin at `shift`, as much as `target` is misplaced. Tells whether something was wrong.
+// The means of `count` neighbours, whose sums begin at `shift`, as much as `target` is misplaced. Tells whether one is not finite.
 static __device__ __forceinline__ bool write_means(float* target, const float* sums, int shift, int count, float average) {
     float* aligned = target - shift;
     // Whole vectors are in [begin, end).

@@ -67,8 +67,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_AT_ONCE) void decode_cou
     const bool live = used[row.slot];
     bool bad = false;
     const auto add = [&](int index, float value) {
-        const int at = index - start;
-        if (at >= 0 && at < here)
+        const u32 at = (u32)index - (u32)start;
+        if (at < (u32)here)
             sum[at] = __fadd_rn(sum[at], value);
         else
             bad = true;
