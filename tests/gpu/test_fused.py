@@ -65,6 +65,17 @@ def test_columns(kernels, gradients):
     compare(kernels, adtopk(0.01, axis=0), gradients, shapes=COLUMNS, device="cuda", steps=5)
 
 
+@pytest.mark.parametrize("world", [1, 5])
+def test_worlds(kernels, world):
+    whole = tw.TopK(density=0.01, dense_fallback=False)
+    for method, shapes in (
+        (adtopk(0.01), LAYERS),
+        (adtopk(0.01, axis=0), COLUMNS),
+        (whole, LAYERS),
+    ):
+        compare(kernels, method, draw, shapes=shapes, device="cuda", steps=2, world=world)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_gradients(kernels, dtype):
     compare(kernels, adtopk(0.01), draw, shapes=LAYERS, device="cuda", dtype=dtype)

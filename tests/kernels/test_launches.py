@@ -13,15 +13,7 @@ from tests.contracts.cluster import Cluster
 from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
 from tests.kernels.test_fused import adtopk, compare, find_carriers, kernels, random  # noqa: F401
 from thinwire.compressor import SparseCompressor
-from thinwire.kernels.cuda.decode_parts import (
-    COLUMNS,
-    PIECE,
-    PIECES,
-    ROW_THREADS,
-    TILES,
-    decode_parts,
-    piece_span,
-)
+from thinwire.kernels.cuda.decode_parts import COLUMNS, PIECE, TILES, decode_parts
 from thinwire.kernels.cuda.dense import FusedDense
 from thinwire.kernels.cuda.fused import MOST_BOOKS, FusedTopK
 
@@ -163,13 +155,15 @@ def test_every_element_of_every_row_has_one_block(kernels):  # noqa: F811
         slots = made.codec.table.rows
         lengths = [rows.length for rows in slots for _ in range(rows.count)]
         seen = [0] * len(lengths)
-        for kind, first, count, start in decode_parts(slots, 0)[1:].tolist():
+        table = made.tables.all_rows
+        parts = decode_parts(slots, table, 0)[1:]
+        fields = parts[:, table.shape[1] :].contiguous().view(torch.int32).tolist()
+        for row, (kind, first, count, start, here, _) in zip(parts, fields, strict=True):
+            assert torch.equal(row[: table.shape[1]], table[first])
+            assert here * (COLUMNS if kind == TILES else count) <= PIECE
             for number in range(first, first + count):
                 assert seen[number] == start, "pieces of a row in order"
-                fibres = {PIECES: 1, TILES: COLUMNS}.get(kind)
-                span = piece_span(lengths[number], fibres) if fibres else ROW_THREADS[kind]
-                assert not fibres or (span % 4 == 0 and fibres * span <= PIECE)
-                seen[number] = min(lengths[number], start + span)
+                seen[number] = start + here
         assert seen == lengths
 
 

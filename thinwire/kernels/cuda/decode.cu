@@ -10,25 +10,23 @@
 // What a block does.
 #define HEADERS 0
 #define MEANS 1   // a stretch of dense tensors beside the payloads
-#define PIECES 2  // a piece of a row that does not fit
-#define TILES 3   // pieces of strided rows
-#define COLUMNS 8  // neighbouring strided rows in a tile: 32 bytes, the unit in which memory is written
+#define ROWS 2    // whole rows that lie one behind the other
+#define PIECES 3  // a piece of a row that does not fit
+#define TILES 4   // pieces of strided rows
 
+#define COLUMNS 16  // strided rows of a tile
+#define MEMBERS (THREADS / (RANKS * COLUMNS))  // threads that share the entries of a rank in a column
+
+// What a block needs to know, in one load. Neighbouring rows of a slot have their entries one behind the other.
 struct Part {
-    int kind;   // one of these, or the threads that each of several short rows has
-    int first;  // row, or stretch
-    int rows;   // neighbouring rows
-    int start;  // elements from here on of each row, as many as fit
+    Row row;     // the first
+    int kind;    // one of these
+    int first;   // number of the row, or of the stretch
+    int rows;    // so many of them, of one slot
+    int start;   // elements of each from here on
+    int here;    // so many of them
+    int joined;  // 1: strided rows that lie next to each other
 };
-
-// Ranks whose entries are under way at once.
-#define RANKS 4
-// Blocks on a multiprocessor: as many as registers and shared memory let.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && !PACKED
-#define BLOCKS_AT_ONCE 5
-#else
-#define BLOCKS_AT_ONCE 4
-#endif
 
 static __device__ __forceinline__ const int* slot_words(const u8* payload, int slot) {
     return reinterpret_cast<const int*>(payload) + HEADER_FIXED + slot * HEADER_SLOT;
@@ -55,213 +53,201 @@ static __device__ void read_headers(const Reply& reply, const int* expected, u8*
     }
 }
 
-// What ranks said of having a gradient for a slot: this lane's word of one rank, LANES neighbours reading one each.
-template <int LANES>
+// What a rank said of having a gradient for a slot, another rank for each lane, or several where there are more.
 static __device__ __forceinline__ int read_had(const Reply& reply, int slot) {
-    return slot_words(reply.of(min((int)threadIdx.x % LANES, reply.world - 1)), slot)[HEADER_HAD];
-}
-
-// Whether anybody had one, decided by whole warps from `had` and, where there are more ranks than LANES, the words of the others.
-template <int LANES>
-static __device__ __forceinline__ bool is_used(const Reply& reply, int slot, int had) {
+    const int lane = threadIdx.x % 32;
+    int had = load_word(slot_words(reply.of(min(lane, reply.world - 1)), slot) + HEADER_HAD);
 #pragma unroll 1
-    for (int rank = (int)threadIdx.x % LANES + LANES; rank < reply.world; rank += LANES)
-        had |= slot_words(reply.of(rank), slot)[HEADER_HAD];
-    const u32 neighbours = LANES < 32 ? ((1u << LANES % 32) - 1) << (threadIdx.x % 32 / LANES * LANES) : EVERY_LANE;
-    return (__ballot_sync(EVERY_LANE, had != 0) & neighbours) != 0;
+    for (int rank = lane + 32; rank < reply.world; rank += 32) had |= slot_words(reply.of(rank), slot)[HEADER_HAD];
+    return had;
 }
 
-static __device__ __forceinline__ float read_value(const u8* payload, const Row& row, int place) {
-    return from_wire(reinterpret_cast<const Value*>(payload + row.values)[place]);
-}
+// Whether anybody had one, decided by whole warps.
+static __device__ __forceinline__ bool is_used(int had) { return __ballot_sync(EVERY_LANE, had != 0) != 0; }
 
-// One entry of each of RANKS ranks, or so many of one: memory is far away, so that all are under way before one is used. What is not there is
-// read at another place, which costs less than a branch before every load.
-struct Entries {
-    int indices[RANKS];
-    float values[RANKS];
+// A block's sums, which are 0, and what it knows of its slot.
+struct Work {
+    const Reply& reply;
+    const Part& part;
+    float* sums;
+    float* target;  // element 0 of the first row
+    float average;
 
-    // At the same place of every rank from `first` on.
-    __device__ __forceinline__ void load(const Reply& reply, const Row& row, int first, int place) {
+    // All entries of all rows of the part, rank by rank: `add(row, index, value)`, rows counted from the first.
+    template <class Add>
+    __device__ __forceinline__ void add_all(const Add& add) const {
+        const Row& row = part.row;
+        const int count = part.rows * row.keep, number = threadIdx.x;
+        const bool few = count <= THREADS, mine = number < count;
+        Entries entries;
+        if (few && mine) entries.load(reply, row, 0, number);
+        const int had = read_had(reply, row.slot), which = (u32)number / (u32)row.keep;
+        const bool used = is_used(had);
+        __syncthreads();
+        if (!used) return;
+        if (few) {
+#pragma unroll 1
+            for (int ranks = 0; ranks < reply.world; ranks += RANKS) {
+                if (ranks && mine) entries.load(reply, row, ranks, number);
 #pragma unroll
-        for (int r = 0; r < RANKS; ++r) load_one(r, reply.of(min(first + r, reply.world - 1)), row, place);
-    }
-
-    __device__ __forceinline__ void load_one(int r, const u8* payload, const Row& row, int place) {
-        place = min(place, row.keep - 1);
-        indices[r] = load_index(payload, row, place);
-        values[r] = read_value(payload, row, place);
+                for (int r = 0; r < RANKS; ++r) {
+                    if (ranks + r >= reply.world) break;
+                    if (mine) add(which, entries.index(r, row, number), entries.value(r));
+                    __syncthreads();
+                }
+            }
+            return;
+        }
+#pragma unroll 1
+        for (int rank = 0; rank < reply.world; ++rank) {
+            const u8* payload = reply.of(rank);
+#pragma unroll 1
+            for (int first = number; first < count; first += RANKS * THREADS) {
+                entries.load_apart(payload, row, first, THREADS, count - 1);
+#pragma unroll
+                for (int i = 0; i < RANKS; ++i) {
+                    const int one = first + i * THREADS;
+                    if (one < count) add((u32)one / (u32)row.keep, entries.index(i, row, one), entries.value(i));
+                }
+            }
+            __syncthreads();
+        }
     }
 };
 
-// Contiguous rows that fit, LANES threads each. Tells whether something was wrong.
-template <int LANES>
-static __device__ __forceinline__ bool decode_rows(
-    const Reply& reply, const Part& part, const Row* rows, float* sums, float* out, float average, bool into_bucket) {
-    constexpr int ASKING = LANES < 32 ? LANES : 32;
-    const int team = threadIdx.x / LANES, member = threadIdx.x % LANES;
-    const bool live = team < part.rows;
-    const Row row = rows[part.first + (live ? team : 0)];
-    Entries entries;
-    entries.load(reply, row, 0, member);
-    const int had = read_had<ASKING>(reply, row.slot);
-    float* sum = sums + team * (PIECE / THREADS * LANES);
-    const auto meet = [&] {
-        if (LANES <= 32)
-            __syncwarp();
-        else
-            sync_team(team, LANES);
-    };
-    for (int j = 4 * member; j < row.length; j += 4 * LANES)
-        *reinterpret_cast<float4*>(sum + j) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const int keep = is_used<ASKING>(reply, row.slot, had) && live ? row.keep : 0;
+// Contiguous rows that fit. Tells whether something was wrong.
+static __device__ __forceinline__ bool decode_rows(const Work& work) {
+    const Row& row = work.part.row;
+    const int shift = misplaced(work.target), count = work.part.rows * row.length;
+    float* sums = work.sums;
     bool bad = false;
-    const auto add = [&](int index, float value) {
-        if (index < 0 || index >= row.length)
-            bad = true;
-        else
+    work.add_all([&](int which, int index, float value) {
+        float* sum = sums + shift + which * row.length;
+        if ((u32)index < (u32)row.length)
             sum[index] = __fadd_rn(sum[index], value);
-    };
-    meet();
-    // Neighbouring rows of one warp go the same way.
-    if (__ballot_sync(EVERY_LANE, row.keep > LANES) == 0) {
-        for (int ranks = 0; ranks < reply.world; ranks += RANKS) {
-            if (ranks) entries.load(reply, row, ranks, member);
-#pragma unroll
-            for (int r = 0; r < RANKS; ++r) {
-                if (ranks + r >= reply.world) break;
-                if (member < keep) add(entries.indices[r], entries.values[r]);
-                meet();
-            }
-        }
-    } else {
-        for (int rank = 0; rank < reply.world; ++rank) {
-            const u8* payload = reply.of(rank);
-            for (int place = member; place < keep; place += RANKS * LANES) {
-#pragma unroll
-                for (int i = 0; i < RANKS; ++i) entries.load_one(i, payload, row, place + i * LANES);
-#pragma unroll
-                for (int i = 0; i < RANKS; ++i)
-                    if (place + i * LANES < keep) add(entries.indices[i], entries.values[i]);
-            }
-            meet();
-        }
-    }
-    if (!live) return false;
-    float* target = out + (into_bucket ? row.gradient : row.memory);
-    if (row.vector) {
-        for (int j = 4 * member; j < row.length; j += 4 * LANES) {
-            float4 four = *reinterpret_cast<const float4*>(sum + j);
-            bad |= take_mean(four, average);
-            *reinterpret_cast<float4*>(target + j) = four;
-        }
-    } else {
-        for (int j = member; j < row.length; j += LANES) {
-            const float mean = __fmul_rn(sum[j], average);
-            bad |= !is_finite(mean);
-            target[j] = mean;
-        }
-    }
-    return bad;
+        else
+            bad = true;
+    });
+    return write_means(work.target, sums, shift, count, work.average) | bad;
 }
 
-// Pieces of a row are as long as each other, but for the last; as in `piece_span` of decode_parts.py.
-static __device__ __forceinline__ int piece_span(int length, int most) {
-    const int pieces = (length + most - 1) / most;
-    return ((length + pieces - 1) / pieces + 3) / 4 * 4;
-}
-
-// A piece of up to FIBRES neighbouring rows of one slot. Tells whether something was wrong.
-//
-// If a row has no more entries than threads, everybody reads one and looks whether it belongs here; otherwise a piece finds its
-// own by bisection.
-template <int FIBRES>
-static __device__ __forceinline__ bool decode_piece(
-    const Reply& reply, const Part& part, const Row* rows, float* sum, int (*edges)[COLUMNS][2], float* out, float average,
-    bool into_bucket) {
-    const int fibre = threadIdx.x % FIBRES, member = threadIdx.x / FIBRES, team = THREADS / FIBRES;
-    const bool live = fibre < part.rows;
-    const Row row = rows[part.first + (live ? fibre : 0)];
-    const int here = min(piece_span(row.length, PIECE / FIBRES), row.length - part.start);
-    const bool bisect = row.keep > team;
-    Entries entries;
-    if (!bisect) entries.load(reply, row, 0, member);
-    const int had = read_had<32>(reply, row.slot);
-    for (int i = 4 * threadIdx.x; i < here * FIBRES; i += 4 * THREADS)
-        *reinterpret_cast<float4*>(sum + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const bool taken = is_used<32>(reply, row.slot, had) && live;
+// A piece of a contiguous row. If a row has no more entries than threads, everybody reads one and looks whether it belongs here;
+// otherwise a piece finds its own.
+static __device__ __forceinline__ bool decode_piece(const Work& work, int (*edges)[2]) {
+    const Reply& reply = work.reply;
+    const Row& row = work.part.row;
+    const int start = work.part.start, here = work.part.here;
+    float* target = work.target + start;
+    const int shift = misplaced(target);
+    float* sum = work.sums + shift;
+    const bool all = row.keep <= THREADS;
     bool bad = false;
     const auto add = [&](int index, float value) {
-        const int at = index - part.start;
-        if (at >= 0 && at < here)
-            sum[at * FIBRES + fibre] = __fadd_rn(sum[at * FIBRES + fibre], value);
+        const u32 at = (u32)index - (u32)start;
+        if (at < (u32)here)
+            sum[at] = __fadd_rn(sum[at], value);
         else
-            bad |= bisect || index < 0 || index >= row.length;
+            bad |= !all || (u32)index >= (u32)row.length;
     };
-    if (!bisect) {
-        __syncthreads();
-        for (int ranks = 0; ranks < reply.world; ranks += RANKS) {
-            if (ranks) entries.load(reply, row, ranks, member);
-#pragma unroll
-            for (int r = 0; r < RANKS; ++r) {
-                if (ranks + r >= reply.world) break;
-                if (taken && member < row.keep) add(entries.indices[r], entries.values[r]);
-                __syncthreads();
+    if (all) {
+        work.add_all([&](int, int index, float value) { add(index, value); });
+    } else {
+        const int had = read_had(reply, row.slot);
+        for (int before = 0; before < reply.world; before += MOST_AT_ONCE) {
+            const int together = min(reply.world - before, MOST_AT_ONCE);
+            for (int rank = threadIdx.x / 32; rank < together; rank += THREADS / 32) {
+                int begin, end;
+                find_edges<32>(reply.of(before + rank), row, 0, row.keep, start, start + here, begin, end);
+                bad |= end < begin;
+                edges[rank][0] = begin, edges[rank][1] = end;
             }
+            __syncthreads();
+            if (!is_used(had)) break;
+            add_between(reply, row, before, together, edges, add);
         }
     }
-    for (int before = 0; bisect && before < reply.world; before += MOST_AT_ONCE) {
-        const int together = min(reply.world - before, MOST_AT_ONCE);
-        // Each bisection waits for memory several times over: those of all ranks run side by side.
-        for (int i = threadIdx.x; i < together * FIBRES * 2; i += THREADS) {
-            const int which = i / 2 % FIBRES, rank = i / (2 * FIBRES);
-            if (which >= part.rows) continue;
-            const Row mine = rows[part.first + which];
-            const int from = part.start + (i % 2) * here;
-            // What is behind the end of the row is the last piece's: only a corrupt payload has something there, and it shows.
-            edges[rank][which][i % 2] = from == 0                ? 0
-                                        : from >= mine.length ? mine.keep
-                                                              : find_place(reply.of(before + rank), mine, from);
-        }
-        __syncthreads();
-        for (int ranks = 0; ranks < together; ranks += RANKS) {
-#pragma unroll
-            for (int r = 0; r < RANKS; ++r) {
-                const int rank = min(ranks + r, together - 1);
-                entries.load_one(r, reply.of(before + rank), row, (live ? edges[rank][fibre][0] : 0) + member);
-            }
-#pragma unroll
-            for (int r = 0; r < RANKS; ++r) {
-                if (ranks + r >= together) break;
-                if (taken) {
-                    const int end = edges[ranks + r][fibre][1];
-                    int place = edges[ranks + r][fibre][0] + member;
-                    if (place < end) add(entries.indices[r], entries.values[r]);
-                    const u8* payload = reply.of(before + ranks + r);
+    return write_means(target, work.sums, shift, here, work.average) | bad;
+}
+
+// The means of a tile. Tells whether something was wrong.
+static __device__ __forceinline__ bool write_tile(const Work& work, const Row* rows, bool into_bucket) {
+    const Part& part = work.part;
+    const int here = part.here;
+    const i64 stride = part.row.stride;
+    Means means(work.average);
+    if (part.joined && part.rows % 4 == 0 && stride % 4 == 0 && misplaced(work.target) == 0) {
+        const int column = threadIdx.x % (COLUMNS / 4) * 4;
+        if (column >= part.rows) return false;
+        float* target = work.target + column;
+#pragma unroll 4
+        for (int j = threadIdx.x / (COLUMNS / 4); j < here; j += THREADS / (COLUMNS / 4))
+            means.write(target + (part.start + j) * stride, work.sums + j * COLUMNS + column);
+    } else {
+        const int column = threadIdx.x % COLUMNS;
+        if (column >= part.rows) return false;
+        const Row& first = part.row;
+        const Row& mine = rows[part.first + column];
+        float* target = work.target + (into_bucket ? mine.gradient - first.gradient : mine.memory - first.memory);
+#pragma unroll 4
+        for (int j = threadIdx.x / COLUMNS; j < here; j += THREADS / COLUMNS)
+            target[(part.start + j) * stride] = means.of(work.sums[j * COLUMNS + column]);
+    }
+    return means.bad();
+}
+
+// A piece of up to COLUMNS neighbouring rows of one slot. As for pieces, all entries are read where they are few.
+static __device__ __forceinline__ bool decode_tile(const Work& work, const Row* rows, bool into_bucket) {
+    const Reply& reply = work.reply;
+    const Row& row = work.part.row;
+    const int start = work.part.start, here = work.part.here, keep = row.keep, count = work.part.rows * keep;
+    const bool all = count <= THREADS;
+    float* sums = work.sums;
+    bool bad = false;
+    const auto add = [&](int column, int index, float value) {
+        const u32 at = (u32)index - (u32)start;
+        float* sum = sums + at * COLUMNS + column;
+        if (at < (u32)here)
+            *sum = __fadd_rn(*sum, value);
+        else
+            bad |= !all || (u32)index >= (u32)row.length;
+    };
+    if (all) {
+        work.add_all(add);
+    } else {
+        const int had = read_had(reply, row.slot);
+        const int member = threadIdx.x % MEMBERS, column = threadIdx.x / MEMBERS % COLUMNS;
+        const int turn = threadIdx.x / (MEMBERS * COLUMNS);
+        const int first = min(column, work.part.rows - 1) * keep;
+        for (int ranks = 0; ranks < reply.world; ranks += RANKS) {
+            const u8* payload = reply.of(min(ranks + turn, reply.world - 1));
+            int begin, end;
+            find_edges<MEMBERS>(payload, row, first, keep, start, start + here, begin, end);
+            bad |= end < begin;
+            if (column >= work.part.rows) end = 0;
+            int place = begin + member;
+            Entries entries;
+            entries.load_apart(payload, row, first + place, MEMBERS, first + keep - 1);
+            __syncthreads();
+            if (!is_used(had)) break;
 #pragma unroll 1
-                    for (place += team; place < end; place += team)
-                        add(load_index(payload, row, place), read_value(payload, row, place));
+            for (int r = 0; r < min(RANKS, reply.world - ranks); ++r) {
+                if (r == turn) {
+#pragma unroll 1
+                    for (;; place += RANKS * MEMBERS) {
+#pragma unroll
+                        for (int i = 0; i < RANKS; ++i) {
+                            const int one = place + i * MEMBERS;
+                            if (one < end) add(column, entries.index(i, row, first + one), entries.value(i));
+                        }
+                        if (place + RANKS * MEMBERS >= end) break;
+                        entries.load_apart(payload, row, first + place + RANKS * MEMBERS, MEMBERS, first + keep - 1);
+                    }
                 }
                 __syncthreads();
             }
         }
     }
-    if (!live) return false;
-    float* target = out + (into_bucket ? row.gradient : row.memory);
-    if (FIBRES == 1 && row.vector) {
-        for (int j = 4 * threadIdx.x; j < here; j += 4 * THREADS) {
-            float4 four = *reinterpret_cast<const float4*>(sum + j);
-            bad |= take_mean(four, average);
-            *reinterpret_cast<float4*>(target + part.start + j) = four;
-        }
-    } else {
-        for (int j = member; j < here; j += team) {
-            const float mean = __fmul_rn(sum[j * FIBRES + fibre], average);
-            bad |= !is_finite(mean);
-            target[(i64)(part.start + j) * row.stride] = mean;
-        }
-    }
-    return bad;
+    return write_tile(work, rows, into_bucket) | bad;
 }
 
 // `dense`: what was gathered of the dense tensors, rows as far apart as the payloads, or the one row of their sum. Encoding has put
@@ -270,11 +256,13 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_AT_ONCE) void decode(
     const u8* gathered, const u8* dense, float* out, const Row* rows, const Part* parts, const Stretch* stretches,
     const int* expected, u8* used, u8* status, const float* share, int world, int dense_world, int payload_bytes, int slots,
     int into_bucket) {
-    __shared__ __align__(16) float sums[PIECE];
-    __shared__ int edges[MOST_AT_ONCE][COLUMNS][2];
+    __shared__ __align__(16) float sums[ROOM];
+    __shared__ int edges[MOST_AT_ONCE][2];
     const Part part = parts[blockIdx.x];
-    const Reply reply = {gathered, world, payload_bytes};
     const float average = *share;
+    clear_sums(sums);
+    const Reply reply = {gathered, world, payload_bytes};
+    const Work work = {reply, part, sums, out + (into_bucket ? part.row.gradient : part.row.memory), average};
     bool bad = false;
     switch (part.kind) {
         case HEADERS: read_headers(reply, expected, used, status, slots); break;
@@ -283,13 +271,9 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_AT_ONCE) void decode(
             bad = mean_stretch(dense, out, stretch, dense_world, payload_bytes);
             break;
         }
-        case PIECES: bad = decode_piece<1>(reply, part, rows, sums, edges, out, average, into_bucket); break;
-        case TILES: bad = decode_piece<COLUMNS>(reply, part, rows, sums, edges, out, average, into_bucket); break;
-        case 8: bad = decode_rows<8>(reply, part, rows, sums, out, average, into_bucket); break;
-        case 32: bad = decode_rows<32>(reply, part, rows, sums, out, average, into_bucket); break;
-        case 64: bad = decode_rows<64>(reply, part, rows, sums, out, average, into_bucket); break;
-        case 128: bad = decode_rows<128>(reply, part, rows, sums, out, average, into_bucket); break;
-        default: bad = decode_rows<256>(reply, part, rows, sums, out, average, into_bucket); break;
+        case ROWS: bad = decode_rows(work); break;
+        case PIECES: bad = decode_piece(work, edges); break;
+        default: bad = decode_tile(work, rows, into_bucket); break;
     }
     if (bad) raise(status);
 }

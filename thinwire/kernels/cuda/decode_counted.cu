@@ -51,59 +51,42 @@ extern "C" __global__ void read_counts(
 }
 
 // As decode_piece of decode.cu, a block for each piece of a slot.
-extern "C" __global__ __launch_bounds__(THREADS) void decode_counted(
+extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_AT_ONCE) void decode_counted(
     const u8* gathered, float* out, const Aim* aims, const Piece* pieces, const u8* used, u8* status, float* share, int world,
     int payload_bytes, int into_bucket) {
-    __shared__ float sum[PIECE];
+    __shared__ __align__(16) float sums[ROOM];
     __shared__ int edges[MOST_AT_ONCE][2];
     const Piece piece = pieces[blockIdx.x];
     const Row row = aims[piece.first].row;
-    const int here = min(row.length - piece.start, PIECE);
-    const float average = *share;
+    clear_sums(sums);
+    const Reply reply = {gathered, world, payload_bytes};
+    const int start = piece.start, here = min(row.length - start, PIECE);
+    float* target = out + (into_bucket ? row.gradient : row.memory) + start;
+    const int shift = misplaced(target);
+    float* sum = sums + shift;
     const bool live = used[row.slot];
     bool bad = false;
-    for (int i = threadIdx.x; i < here; i += THREADS) sum[i] = 0.0f;
-    for (int ranks = 0; live && ranks < world; ranks += MOST_AT_ONCE) {
-        const int together = min(world - ranks, MOST_AT_ONCE);
-        __syncthreads();
-        // Each bisection waits for memory several times over: those of all ranks run side by side.
-        for (int i = threadIdx.x; i < 2 * together; i += THREADS) {
-            const u8* payload = gathered + (i64)(ranks + i / 2) * payload_bytes;
-            Row mine = row;
-            mine.keep = count_of(payload, row);
-            const int from = piece.start + (i % 2) * PIECE;
-            edges[i / 2][i % 2] = from == 0 ? 0 : find_place(payload, mine, from);
-            // Bisection finds nothing at or beyond the end of the row; only a corrupt payload has something there.
-            if (i % 2 && mine.keep && read_index(payload, row, mine.keep - 1) >= row.length) bad = true;
+    const auto add = [&](int index, float value) {
+        const u32 at = (u32)index - (u32)start;
+        if (at < (u32)here)
+            sum[at] = __fadd_rn(sum[at], value);
+        else
+            bad = true;
+    };
+    for (int before = 0; live && before < world; before += MOST_AT_ONCE) {
+        const int together = min(world - before, MOST_AT_ONCE);
+        for (int rank = threadIdx.x / 32; rank < together; rank += THREADS / 32) {
+            const u8* payload = reply.of(before + rank);
+            int begin, end;
+            find_edges<32>(payload, row, 0, count_of(payload, row), start, start + here, begin, end);
+            bad |= end < begin;
+            edges[rank][0] = begin, edges[rank][1] = end;
         }
         __syncthreads();
-        for (int rank = 0; rank < together; ++rank) {
-            const u8* payload = gathered + (i64)(ranks + rank) * payload_bytes;
-            const Value* values = reinterpret_cast<const Value*>(payload + row.values);
-            for (int place = edges[rank][0] + threadIdx.x; place < edges[rank][1]; place += THREADS) {
-                const int at = read_index(payload, row, place) - piece.start;
-                if (at < 0 || at >= here)
-                    bad = true;
-                else
-                    sum[at] = __fadd_rn(sum[at], from_wire(values[place]));
-            }
-            __syncthreads();
-        }
+        add_between(reply, row, before, together, edges, add);
     }
     __syncthreads();
-    float* target = out + (into_bucket ? row.gradient : row.memory) + piece.start;
-    const int quads = row.vector ? here / 4 : 0;
-    for (int j = threadIdx.x; j < quads; j += THREADS) {
-        float4 four = reinterpret_cast<const float4*>(sum)[j];
-        bad |= take_mean(four, average);
-        reinterpret_cast<float4*>(target)[j] = four;
-    }
-    for (int j = 4 * quads + threadIdx.x; j < here; j += THREADS) {
-        const float mean = __fmul_rn(sum[j], average);
-        bad |= !is_finite(mean);
-        target[j] = mean;
-    }
-    if (bad) raise(status);
+    if (write_means(target, sums, shift, here, *share) | bad) raise(status);
 }
 
 // As give_back of settle.cu, all blocks on one slot after the other.

@@ -168,7 +168,7 @@ class FusedTopK(PreparedKernels):
 
     def _decode_sites(self) -> Iterator[Site]:
         t, slots = self.tables, self.codec.table.rows
-        parts = decode_parts(slots, len(self._stretches)).to(self.group.device)
+        parts = decode_parts(slots, t.all_rows, len(self._stretches))
         read = [GATHERED, BESIDE, OUT, t.all_rows, parts, self._stretches, t.expected]
         rows_beside = 1 if self.summed else self.world
         known = [self.used, self._status, self._share, self.world, rows_beside, STRIDE, len(slots)]
