@@ -47,6 +47,8 @@ def build(file: str, defines: Defines) -> ctypes.CDLL:
     (folder / "kernel.cpp").write_text(text)
     library = folder / "kernel.so"
     command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w"]
+    # A vector from a place where a GPU finds none ends the process and says where.
+    command += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
     # Which would take a jump from one fibre's stack to another's for an error.
     command += ["-U_FORTIFY_SOURCE"]
     subprocess.run([*command, "-o", library, folder / "kernel.cpp"], check=True, timeout=120)

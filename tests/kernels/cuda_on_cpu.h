@@ -19,9 +19,10 @@
 static inline int max(int a, int b) { return a > b ? a : b; }
 static inline int min(int a, int b) { return a < b ? a : b; }
 
-struct float4 { float x, y, z, w; };
-struct ushort4 { unsigned short x, y, z, w; };
-struct uint4 { unsigned x, y, z, w; };
+// Aligned as on a GPU, where a load from another place is an error.
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) ushort4 { unsigned short x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct Dim { unsigned x, y, z; };
 static Dim threadIdx, blockIdx, blockDim, gridDim;
@@ -40,6 +41,7 @@ template <class T> static inline void __stcg(T* to, T x) { *to = x; }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 static inline unsigned atomicAdd(unsigned* at, unsigned x) { unsigned old = *at; *at += x; return old; }
+static inline unsigned atomicExch(unsigned* at, unsigned x) { unsigned old = *at; *at = x; return old; }
 static inline unsigned atomicOr(unsigned* at, unsigned x) { unsigned old = *at; *at |= x; return old; }
 
 // Blocks run one after the other.

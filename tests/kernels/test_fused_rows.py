@@ -10,8 +10,7 @@ import torch
 from tests.gradients import slot_of
 from tests.kernels.cpu_compiler import needs_compiler
 from tests.kernels.test_fused import adtopk, compare, corrected_rows, kernels, random, tables_of  # noqa: F401
-from thinwire.kernels.cuda import rows
-from thinwire.kernels.cuda.rows import aim_of, part_length
+from thinwire.kernels.cuda.rows import aim_of
 from thinwire.select.rows import SlotRows
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
@@ -33,7 +32,7 @@ def test_all_lengths(kernels):  # noqa: F811
     (cluster, _) = compare(kernels, adtopk(0.02), random, shapes=LENGTHS, steps=6)
     made = tables_of(cluster)
     assert not made.encode_rows
-    assert len(made.collect_rows.rows) == sum(count for count, _ in LENGTHS.values())
+    assert len(made.stream_rows.rows) == sum(count for count, _ in LENGTHS.values())
 
 
 @pytest.mark.parametrize("first", ["a", "b", "c"])
@@ -108,13 +107,6 @@ def test_momentum(kernels, nesterov, masking):  # noqa: F811
 
 def rows_of(length: int, keep: int) -> SlotRows:
     return SlotRows(slot_of("a", (1, length)), (1,), (length,), length, 1, keep, "rows")
-
-
-@pytest.mark.parametrize("length", [1, 3, 4, 36, 1024, 1025, 1281, 4608, 25_088])
-def test_parts_cover_a_row(length):
-    size = part_length(rows_of(length, 1))
-    assert size <= rows.PART and size % 4 == 0
-    assert (-(-length // size) - 1) * size < length
 
 
 def test_no_aim_where_there_is_no_room():

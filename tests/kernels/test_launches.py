@@ -59,8 +59,7 @@ def test_launches_of_a_step_in_several_buckets(launched):
     per_rank = Counter({name: times / 2 for name, times in Counter(launched).items()})
     assert per_rank == {
         "open_payload": 3,
-        "rows_collect": 3,
-        "rows_send": 3,
+        "stream_rows": 3,
         "decode": 3,
         "poison": 3,
         "give_back_all": 1,

@@ -43,9 +43,9 @@ COLUMNS = {
     "columns, packed": NARROW,
 }
 OTHERS = {
-    "few of a row": ("collect_rows.cu", PLAIN),
-    "few of a row, momentum": ("collect_rows.cu", MOMENTUM),
-    "few of a row, packed": ("collect_rows.cu", NARROW),
+    "few of a row": ("stream_rows.cu", PLAIN),
+    "few of a row, momentum": ("stream_rows.cu", MOMENTUM),
+    "few of a row, packed": ("stream_rows.cu", NARROW),
     "giants": ("encode_giants.cu", PLAIN),
     "giants, momentum": ("encode_giants.cu", MOMENTUM),
     "giants, Nesterov": ("encode_giants.cu", NESTEROV),

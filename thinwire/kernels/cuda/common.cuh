@@ -234,9 +234,19 @@ static __device__ __forceinline__ float send(
     return (__float_as_int(left) & 0x7fffffff) >= INFINITE ? 0.0f : left;
 }
 
-// Raise a flag that many threads may raise at once; looking first keeps them from queueing at one address.
+// Raise a flag that many threads may raise at once. Looking first keeps them from queueing at one address, if it is the cache of a
+// multiprocessor that is looked at: it has nothing of what was there before the launch.
 template <class Flag>
 static __device__ __forceinline__ void raise(Flag* flag) {
-    volatile Flag* seen = flag;
-    if (*seen != 1) *seen = 1;
+    if (*flag != 1) *flag = 1;
+}
+
+// What the lanes of a warp saw, to the payload. Stores to one address queue there, and all warps come at about the same time: those
+// of a block send one, and none if the flag was up when they began (`known`). `told`, 0 at first, is the slot that was last told of,
+// and one more.
+static __device__ __forceinline__ void tell(bool had, bool bad, bool known, int slot, u32* told, u8* payload) {
+    const u32 any_had = __ballot_sync(EVERY_LANE, had), any_bad = __ballot_sync(EVERY_LANE, bad);
+    if ((threadIdx.x & 31) != 0) return;
+    if (any_had && !known && atomicExch(told, (u32)slot + 1) != (u32)slot + 1) *had_word(payload, slot) = 1;
+    if (any_bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
 }

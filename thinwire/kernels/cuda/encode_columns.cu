@@ -73,7 +73,7 @@ static __device__ __forceinline__ void write(T* to, const T (&x)[WIDTH]) {
 template <int WIDTH>
 static __device__ __forceinline__ void collect(
     const Gradient* bucket, float* memory, u8* payload, const Field& field, const float* cuts, u32* masks, float scale,
-    const Momentum& correction) {
+    u32* told, const Momentum& correction) {
     constexpr int ROWS = ROWS_AT_ONCE(WIDTH);
     const int across = field.columns / WIDTH, words = (field.length + WORD_ROWS - 1) / WORD_ROWS;
     const int wanted = field.start + (int)threadIdx.x, item = min(wanted, across * words - 1);
@@ -101,6 +101,7 @@ static __device__ __forceinline__ void collect(
     u32 reaching[WIDTH];
 #pragma unroll
     for (int w = 0; w < WIDTH; ++w) cut[w] = cuts[field.first + column + w] * scale, reaching[w] = 0;
+    const bool known = *had_word(payload, field.slot) != 0;
     bool had = false, bad = false;
     for (int start = 0;;) {
 #pragma unroll
@@ -121,19 +122,21 @@ static __device__ __forceinline__ void collect(
         load(start);
     }
     if (end >= 0) write(masks + field.masks + ((i64)(column / GROUP) * words + word) * GROUP + column % GROUP, reaching);
-    if (had) raise(had_word(payload, field.slot));
-    if (bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
+    tell(had, bad, known, field.slot, told, payload);
 }
 
 extern "C" __global__ __launch_bounds__(COLLECT_THREADS) void columns_collect(
     const Gradient* bucket, float* memory, u8* payload, const Field* fields, const float* cuts, u32* masks,
     const float* ratio MOMENTUM_PARAMETERS) {
+    __shared__ u32 told;
+    if (threadIdx.x == 0) told = 0;
+    __syncthreads();
     const Field field = fields[blockIdx.x];
     const Momentum correction = MOMENTUM_OF_GROUP;
     if (field.width == 4)
-        collect<4>(bucket, memory, payload, field, cuts, masks, *ratio, correction);
+        collect<4>(bucket, memory, payload, field, cuts, masks, *ratio, &told, correction);
     else
-        collect<1>(bucket, memory, payload, field, cuts, masks, *ratio, correction);
+        collect<1>(bucket, memory, payload, field, cuts, masks, *ratio, &told, correction);
 }
 
 // -- 2 ----------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ from thinwire.kernels.cuda.prepared import (
     USED,
     PreparedKernels,
 )
-from thinwire.kernels.cuda.rows import SEND_WARPS
 from thinwire.kernels.cuda.tables import WARP, Tables, make_tables
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Codec
@@ -153,7 +152,7 @@ class FusedTopK(PreparedKernels):
 
     def _encode_sites(self) -> Iterator[Site]:
         yield self._opening_site()
-        yield from self._collected_sites()
+        yield from self._streamed_sites()
         yield from self._row_sites()
         yield from self._column_sites()
         yield from self._giant_sites()
@@ -197,17 +196,13 @@ class FusedTopK(PreparedKernels):
         parameters = [] if corrected is None else corrected.parameters(self._kept)
         return Site(kernel, blocks, threads, [*args, *parameters], shared_mem)
 
-    def _collected_sites(self) -> Iterator[Site]:
-        """The steps of collect_rows.cu."""
-        t = self.tables.collect_rows
+    def _streamed_sites(self) -> Iterator[Site]:
+        t = self.tables.stream_rows
         if t is None:
             return
-        collected = [BUCKET, MEMORY, PAYLOAD, t.parts, t.guesses, t.masks, RATIO, len(t.parts)]
-        sent = [MEMORY, PAYLOAD, t.rows, t.firsts, t.masks, t.guesses, RATIO]
-        file, threads = "collect_rows.cu", WARP * SEND_WARPS
-        yield self._memory_site(file, "rows_collect", t.collect_blocks, COLLECT_THREADS, collected)
-        ends = [t.long_rows, len(t.rows)]
-        yield self._memory_site(file, "rows_send", t.send_blocks, threads, [*sent, *ends])
+        args = [BUCKET, MEMORY, PAYLOAD, t.rows, t.guesses, RATIO, t.long_rows, len(t.rows)]
+        file, threads = "stream_rows.cu", WARP * ROW_WARPS
+        yield self._memory_site(file, "stream_rows", t.blocks, threads, args)
 
     def _row_sites(self) -> Iterator[Site]:
         for launch in self.tables.encode_rows:

@@ -105,14 +105,14 @@ def check_listed(candidates: int) -> None:
 def cut_chunks(row: Tensor, number: int) -> Tensor:
     """int64 [chunks, 5]: struct Chunk of one row, which is the `number`-th; `row` is its struct Row."""
     gradient, memory = (int(word) for word in row[:2])
-    (length, _), (stride, slot), (_, vector) = (halves(word) for word in row[4:7])
+    (length, _), (stride, slot), (_, lie) = (halves(word) for word in row[4:7])
     starts = torch.arange(0, length, CHUNK)
     words = [
         gradient + starts * stride,
         memory + starts * stride,
         number | starts << 32,
         (length - starts).clamp(max=CHUNK) | stride << 32,
-        torch.full_like(starts, vector | slot << 32),
+        torch.full_like(starts, lie & 1 | slot << 32),
     ]
     return torch.stack(words, 1)
 

@@ -15,7 +15,7 @@ from thinwire.kernels.cuda.columns import (
     make_column_launch,
 )
 from thinwire.kernels.cuda.giants import GiantLaunch, make_giants
-from thinwire.kernels.cuda.rows import RowCollection, aim_of, collect_rows
+from thinwire.kernels.cuda.rows import RowStream, aim_of, make_stream
 from thinwire.plan.groups import Group
 from thinwire.select.rows import SlotRows
 from thinwire.wire.codec import FIXED_WORDS, Codec
@@ -59,7 +59,7 @@ class RowLaunch:
 class Tables:
     """Everything the kernels need to know about one codec on one group."""
 
-    collect_rows: RowCollection | None
+    stream_rows: RowStream | None
     encode_rows: Sequence[RowLaunch]
     encode_columns: ColumnLaunch | None
     encode_giants: GiantLaunch | None
@@ -95,7 +95,7 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     device = group.device
     described = describe_rows(group, codec)
     by_team: dict[tuple[int, int], dict[tuple[int, int], list[Tensor]]] = {}
-    collected: list[tuple[SlotRows, Tensor]] = []
+    streamed: list[tuple[SlotRows, Tensor]] = []
     columns: list[tuple[SlotRows, Tensor]] = []
     giants: list[tuple[SlotRows, Tensor]] = []
     cut_whole = any(rows.count == 1 and rows.length > WHOLE for rows in codec.table.rows)
@@ -103,7 +103,7 @@ def make_tables(group: Group, codec: Codec) -> Tables:
         if is_giant(rows) or (cut_whole and rows.count == 1):
             giants.append((rows, table))
         elif is_contiguous(rows) and aim_of(rows):
-            collected.append((rows, table))
+            streamed.append((rows, table))
         elif is_contiguous(rows):
             shape = register_shape(rows.length)
             assert shape is not None
@@ -113,7 +113,7 @@ def make_tables(group: Group, codec: Codec) -> Tables:
     header = codec.fixed_header()
     places = torch.tensor([rows.entries for rows in codec.table.rows], dtype=torch.int32)
     return Tables(
-        collect_rows=collect_rows(collected, device) if collected else None,
+        stream_rows=make_stream(streamed, device) if streamed else None,
         encode_rows=[
             make_row_launch(team, shapes, device) for (team, _), shapes in by_team.items()
         ],
