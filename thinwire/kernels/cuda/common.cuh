@@ -241,12 +241,11 @@ static __device__ __forceinline__ void raise(Flag* flag) {
     if (*flag != 1) *flag = 1;
 }
 
-// What the lanes of a warp saw, to the payload. Stores to one address queue there, and all warps come at about the same time: those
-// of a block send one, and none if the flag was up when they began (`known`). `told`, 0 at first, is the slot that was last told of,
-// and one more.
-static __device__ __forceinline__ void tell(bool had, bool bad, bool known, int slot, u32* told, u8* payload) {
+// What the lanes of a warp saw, to the payload. Looks and stores queue at one address, and all warps come at about the same time: of
+// those of a block one does. `told`, 0 at first, is the slot that was last told of, and one more.
+static __device__ __forceinline__ void tell(bool had, bool bad, int slot, u32* told, u8* payload) {
     const u32 any_had = __ballot_sync(EVERY_LANE, had), any_bad = __ballot_sync(EVERY_LANE, bad);
     if ((threadIdx.x & 31) != 0) return;
-    if (any_had && !known && atomicExch(told, (u32)slot + 1) != (u32)slot + 1) *had_word(payload, slot) = 1;
+    if (any_had && atomicExch(told, (u32)slot + 1) != (u32)slot + 1) raise(had_word(payload, slot));
     if (any_bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
 }

@@ -101,7 +101,6 @@ static __device__ __forceinline__ void collect(
     u32 reaching[WIDTH];
 #pragma unroll
     for (int w = 0; w < WIDTH; ++w) cut[w] = cuts[field.first + column + w] * scale, reaching[w] = 0;
-    const bool known = *had_word(payload, field.slot) != 0;
     bool had = false, bad = false;
     for (int start = 0;;) {
 #pragma unroll
@@ -122,7 +121,7 @@ static __device__ __forceinline__ void collect(
         load(start);
     }
     if (end >= 0) write(masks + field.masks + ((i64)(column / GROUP) * words + word) * GROUP + column % GROUP, reaching);
-    tell(had, bad, known, field.slot, told, payload);
+    tell(had, bad, field.slot, told, payload);
 }
 
 extern "C" __global__ __launch_bounds__(COLLECT_THREADS) void columns_collect(

@@ -319,7 +319,6 @@ static __device__ __forceinline__ void encode_row(
     const float cut = __int_as_float(guess > 0 ? guess : INFINITE);
     float* held = memory + row.memory;
     const Stretch stretch = {bucket + row.gradient, held, row.memory, begin, min(begin + part, length), cut, scale};
-    const bool known = *had_word(payload, row.slot) != 0;
     bool had = false, bad = false;
     int mine;
     if (row.vector && part <= 256)
@@ -343,7 +342,7 @@ static __device__ __forceinline__ void encode_row(
         next = pattern ? pattern - (__float_as_int((float)row.aim) - __float_as_int((float)row.keep)) / POWER : 0;
     }
     if (team.warp == 0 && lane == 0) guesses[number] = max(next, 0);
-    tell(had, bad, known, row.slot, &shared.told, payload);
+    tell(had, bad, row.slot, &shared.told, payload);
 }
 
 // The first `long_rows` rows have a block each, the others a warp.
