@@ -242,7 +242,7 @@ static __device__ __forceinline__ int find_low(
     return low;
 }
 
-extern "C" __global__ __launch_bounds__(BINS, 2) void giants_decide(
+extern "C" __global__ __launch_bounds__(BINS) void giants_decide(
     const float* memory, const Row* rows, const Chunk* chunks, const Group* groups, Giant* giants, Section* sections,
     u32* histograms, float* list_values, u16* list_places, Edge* edges, const float* ratio) {
     __shared__ u32 histogram[BINS];
