@@ -96,17 +96,17 @@ def compress_table() -> str:
     lines = dict.fromkeys(_work(row) for row in rows if row["kind"] != "floor")
     for line in lines:
         found = {row["model"]: row for row in rows if _work(row) == line}
-        cells = [_times(found[model]) if model in found else "" for model in floors]
+        cells = [_times(found[model], floors[model]) if model in found else "" for model in floors]
         table.append(f"| {line} | {' | '.join(cells)} |")
     return "\n".join(table) + "\n"
 
 
-def _times(row: Row) -> str:
+def _times(row: Row, floor: Row) -> str:
     """With the host; of the device alone, where that was measured."""
     text = f"{row['ms']:.1f} ms ({row['ratio']:.1f}x)"
     if row.get("device_ms") is None or row["kind"] != "thinwire":
         return text
-    return f"{text}; {row['device_ms']:.2f} ms ({row['device_ms'] / row['floor_ms']:.2f}x)"
+    return f"{text}; {row['device_ms']:.2f} ms ({row['device_ms'] / floor['device_ms']:.2f}x)"
 
 
 def _work(row: Row) -> str:
