@@ -34,7 +34,7 @@ struct Row {
     int width;       // bytes of an index, 4 or 2; where they are packed, bits
     u16 vector;      // 1: four elements at a time are aligned in bucket and memory
     u16 quads;       // 1: in memory
-    int aim;         // candidates that encode_rows wants of it; 0: it is searched without
+    int aim;         // candidates that stream_rows wants of it; 0: it has no room for so many
     int entry;  // number of its first entry in the payload
 };
 

@@ -1,4 +1,4 @@
-// The same as encode_rows for strided rows, which are neighbours in memory: one pass over memory in two kernels.
+// The same as stream_rows for strided rows, which are neighbours in memory: one pass over memory in two kernels.
 //
 //  1. columns_collect   c = residual + gradient, or as momentum.cuh says, to memory, and one bit per element that reaches its
 //                       column's cut, which lies somewhat below the threshold of the last step. A thread has one or four

@@ -1,4 +1,4 @@
-// The same as encode_rows for rows of any length, such as whole tensors: many blocks work on one row.
+// The same as stream_rows for rows of any length, such as whole tensors: many blocks work on one row.
 //
 // A row is cut into chunks. Candidates are what reaches a cut, one that twice as many as are sent reached in the last call: enough
 // are left even if nothing is added to what stays.

@@ -1,5 +1,6 @@
-// Residual add, exact top-k, packing and residual write of contiguous rows that fit registers, in one pass over memory; rows of
-// all shapes in one launch, because a bucket has few rows of each and a launch ends when its slowest block does.
+// Residual add, exact top-k, packing and residual write of contiguous rows that fit registers and of which too many elements are sent
+// for stream_rows, in one pass over memory; rows of all shapes in one launch, because a bucket has few rows of each and a launch ends
+// when its slowest block does.
 //
 //  1. c = residual + gradient, or as momentum.cuh says.
 //  2. Find a bit pattern that `keep` magnitudes reach and fewer exceed: start at the pattern of the last call, step away from

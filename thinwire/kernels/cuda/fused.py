@@ -38,6 +38,7 @@ from thinwire.kernels.cuda.prepared import (
     USED,
     PreparedKernels,
 )
+from thinwire.kernels.cuda.rows import STREAM_WARPS
 from thinwire.kernels.cuda.tables import WARP, Tables, make_tables
 from thinwire.plan.groups import Group
 from thinwire.wire.codec import Codec
@@ -201,7 +202,7 @@ class FusedTopK(PreparedKernels):
         if t is None:
             return
         args = [BUCKET, MEMORY, PAYLOAD, t.rows, t.guesses, RATIO, t.long_rows, len(t.rows)]
-        file, threads = "stream_rows.cu", WARP * ROW_WARPS
+        file, threads = "stream_rows.cu", WARP * STREAM_WARPS
         yield self._memory_site(file, "stream_rows", t.blocks, threads, args)
 
     def _row_sites(self) -> Iterator[Site]:

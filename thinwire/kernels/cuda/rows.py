@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.select.rows import SlotRows
 
-ROW_WARPS = 4
+STREAM_WARPS = 4
 """Warps of a block, which a long row has to itself."""
 SHORT = 1280
 """The longest row that one warp has."""
@@ -31,11 +31,11 @@ class RowStream:
 
     @property
     def blocks(self) -> int:
-        return self.long_rows + -(-(len(self.rows) - self.long_rows) // ROW_WARPS)
+        return self.long_rows + -(-(len(self.rows) - self.long_rows) // STREAM_WARPS)
 
 
 def warps_of(rows: SlotRows) -> int:
-    return 1 if rows.length <= SHORT else ROW_WARPS
+    return 1 if rows.length <= SHORT else STREAM_WARPS
 
 
 def aim_of(rows: SlotRows) -> int:
