@@ -77,14 +77,6 @@ static void __syncthreads() {
     wait_for(m, turn);
 }
 
-static Meeting some_meetings[16];
-static void sync_some(int which, int threads) {
-    Meeting& m = some_meetings[which];
-    int turn = m.turn;
-    if (++m.come == threads) { m.come = 0; ++m.turn; return; }
-    wait_for(m, turn);
-}
-
 template <class Compute> static int meet(int value, Compute compute) {
     int lane = running % 32;
     Meeting& m = warps[running / 32];
@@ -170,7 +162,6 @@ static void run_grid(int grid, int block, void (*kernel)()) {
         blockIdx = {(unsigned)b, 0, 0}, blockDim = {(unsigned)block, 1, 1}, gridDim = {(unsigned)grid, 1, 1};
         alive = block;
         block_meeting = Meeting();
-        for (Meeting& m : some_meetings) m = Meeting();
         for (int w = 0; w < block / 32; ++w) warps[w] = Meeting(), alive_in_warp[w] = 32;
         for (int t = 0; t < block; ++t) fibres[t].done = false, fibres[t].waits = nullptr;
         while (alive) {

@@ -162,23 +162,6 @@ static __device__ __forceinline__ int warp_max(int x) {
 #endif
 }
 
-// A barrier for the threads of one of up to four teams of a block. Written out, because a block that might use any of the
-// sixteen barriers has to have all of them, and a multiprocessor has a limited number.
-static __device__ __forceinline__ void sync_team(int team, int threads) {
-#ifdef __CUDA_ARCH__
-    if (team == 0)
-        asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
-    else if (team == 1)
-        asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
-    else if (team == 2)
-        asm volatile("bar.sync 3, %0;" ::"r"(threads) : "memory");
-    else
-        asm volatile("bar.sync 4, %0;" ::"r"(threads) : "memory");
-#else
-    sync_some(1 + team, threads);
-#endif
-}
-
 static __device__ __forceinline__ int lanes_before(u32 ballot, int lane) {
     return __popc(ballot & ((1u << lane) - 1));
 }

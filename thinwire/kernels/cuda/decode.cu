@@ -273,7 +273,7 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_AT_ONCE) void decode(
         }
         case ROWS: bad = decode_rows(work); break;
         case PIECES: bad = decode_piece(work, edges); break;
-        default: bad = decode_tile(work, rows, into_bucket); break;
+        case TILES: bad = decode_tile(work, rows, into_bucket); break;
     }
     if (bad) raise(status);
 }

@@ -59,10 +59,6 @@ static __device__ __forceinline__ int index_in(u32 word, const Row& row, int pla
 }
 #endif
 
-static __device__ __forceinline__ int load_index(const u8* payload, const Row& row, int place) {
-    return index_in(load_index_word(payload, row, place), row, place);
-}
-
 static __device__ __forceinline__ Value load_code(const u8* payload, const Row& row, int place) {
     const u8* at = payload + ((u32)row.values + (u32)place * (u32)sizeof(Value));
 #if VALUE_CODE == 0
