@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test lint types unit clean
+.PHONY: train test lint types unit kernels others clean
 
 train: $(READY)
 	$(BIN)/thinwire compare digits --workers 4 --methods dense,topk,adtopk --density 0.01
@@ -18,8 +18,15 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# Kernels are compiled for the CPU by one core while the other's tests wait for each other.
 unit: $(READY)
-	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory -j2 --output-sync=line kernels others
+
+kernels: $(READY)
+	$(BIN)/python -m pytest tests/kernels
+
+others: $(READY)
+	$(BIN)/python -m pytest --ignore=tests/kernels
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
