@@ -21,7 +21,8 @@ from thinwire.methods.base import Method
 from thinwire.plan.policy import SlotPlan
 
 # Stores that mean the same in every memory that has them.
-CARRIED = {"residual", "momentum"}
+MOMENTUM = "momentum"
+CARRIED = {"residual", MOMENTUM}
 
 
 @dataclass
@@ -191,6 +192,12 @@ class Roster:
     def _carry_over(self, name: str, old: Compressor, new: Compressor) -> bool:
         """Hand what is held over by name; False if the new memory has no place for it and it has to be flushed."""
         if old.memory is None or not any(name in s.names() for s in old.memory.stores.values()):
+            return True
+        if set(old.memory.stores) == {MOMENTUM} and not (
+            new.memory and MOMENTUM in new.memory.stores
+        ):
+            # Nothing was held back, and who takes the momentum over begins anew.
+            old.memory.release([name])
             return True
         if new.memory is None or not CARRIED.issuperset({*old.memory.stores, *new.memory.stores}):
             return False

@@ -140,3 +140,15 @@ def test_momentum_must_come_from_somewhere():
         MomentumCorrection(0.5).bound(0.9, False)
     with pytest.raises(UsageError, match=r"\[0, 1\)"):
         MomentumCorrection(1.0)
+
+
+@pytest.mark.parametrize("method", [tw.Dense(), tw.TopK(density=0.5, dense_fallback=False)])
+def test_a_momentum_that_nobody_takes_over_is_no_gradient(method):
+    """Nothing was held back, so nothing of it is sent; the next gradient is all there is."""
+    cluster = Cluster(1, DenseMomentum(momentum=0.9), shapes={"w": (4, 4)})
+    for _ in range(2):
+        cluster.step([{"w": torch.ones(4, 4)}])
+    cluster.switch(method)
+    (update,) = cluster.step([{"w": torch.full((4, 4), 5.0)}])
+    assert set(update["w"].flatten().tolist()) <= {0.0, 5.0}
+    assert update["w"].count_nonzero() == (16 if isinstance(method, tw.Dense) else 8)

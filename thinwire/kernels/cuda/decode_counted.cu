@@ -6,7 +6,6 @@
 
 struct Piece {
     int first;  // slot
-    int rows;
     int start;  // elements [start, start + PIECE)
 };
 

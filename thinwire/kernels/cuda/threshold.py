@@ -70,7 +70,7 @@ class Board:
             room = min(slot.numel, CANDIDATES_PER_ENTRY * keep + SPARE_CANDIDATES)
             slots.append([len(chunks), len(starts), listed, room, *[0] * 6])
             chunks += [[which, start] for start in starts]
-            pieces += [[which, 1, start] for start in range(0, slot.numel, PIECE)]
+            pieces += [[which, start] for start in range(0, slot.numel, PIECE)]
             listed += room
         check_listed(listed)
 
@@ -85,7 +85,7 @@ class Board:
         self.chunks = table(chunks)
         """int32 [chunks, 2]: struct Chunk."""
         self.pieces = table(pieces)
-        """int32 [pieces, 3]: struct Piece."""
+        """int32 [pieces, 2]: struct Piece."""
         self.sections = room_for(len(chunks), 4)
         """struct Section"""
         self.list_bits = room_for(listed)
