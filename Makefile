@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test lint types unit kernels others clean
+.PHONY: train test lint types unit numbers others clean
 
 train: $(READY)
 	$(BIN)/thinwire compare digits --workers 4 --methods dense,topk,adtopk --density 0.01
@@ -18,15 +18,17 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Kernels are compiled for the CPU by one core while the other's tests wait for each other.
-unit: $(READY)
-	$(MAKE) --no-print-directory -j2 --output-sync=line kernels others
+# These keep one core busy, compiling kernels for the CPU above all, while the tests of many processes wait for each other.
+NUMBERS := tests/kernels tests/lowrank tests/select
 
-kernels: $(READY)
-	$(BIN)/python -m pytest tests/kernels
+unit: $(READY)
+	$(MAKE) --no-print-directory -j2 --output-sync=line numbers others
+
+numbers: $(READY)
+	$(BIN)/python -m pytest $(NUMBERS)
 
 others: $(READY)
-	$(BIN)/python -m pytest --ignore=tests/kernels
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(NUMBERS))
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
