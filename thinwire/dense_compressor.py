@@ -123,31 +123,23 @@ class DenseCompressor(Compressor):
         deterministic: bool,
     ) -> Opened:
         dtype = self.wire_dtype or gradients[0].dtype
-        program = self._run(group, gradients, non_finite, place, deterministic, dtype)
-        return self._described(program, group, place, dtype)
+
+        def run() -> Program[Outcome]:
+            buffer = torch.zeros(group.numel, dtype=dtype, device=group.device)
+            torch._foreach_copy_(group.spans(buffer), list(gradients))
+            if non_finite is not None:
+                # What was not finite has been set to zero; a NaN in its place travels by the sum.
+                buffer[:1] += torch.where(non_finite, torch.nan, 0.0)
+            mean = yield from dense_mean(buffer, place, deterministic=deterministic, phase="dense")
+            return Outcome(mean, self._no(group.device))
+
+        return self._described(run(), group, place, dtype)
 
     def _described(
         self, program: Program[Outcome], group: Group, place: Place, dtype: torch.dtype
     ) -> Opened:
         shares = self._share(group, 2 * (place.world - 1) / place.world * dtype.itemsize)
         return Opened(program, None, *shares, compressed=False)
-
-    def _run(
-        self,
-        group: Group,
-        gradients: Sequence[Tensor],
-        non_finite: Tensor | None,
-        place: Place,
-        deterministic: bool,
-        dtype: torch.dtype,
-    ) -> Program[Outcome]:
-        buffer = torch.zeros(group.numel, dtype=dtype, device=group.device)
-        torch._foreach_copy_(group.spans(buffer), list(gradients))
-        if non_finite is not None:
-            # What was not finite has been set to zero; a NaN in its place travels by the sum.
-            buffer[:1] += torch.where(non_finite, torch.nan, 0.0)
-        mean = yield from dense_mean(buffer, place, deterministic=deterministic, phase="dense")
-        return Outcome(mean, self._no(group.device))
 
     def _no(self, device: torch.device) -> Tensor:
         """The pipeline looks at the update itself."""

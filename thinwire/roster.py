@@ -193,10 +193,9 @@ class Roster:
         """Hand what is held over by name; False if the new memory has no place for it and it has to be flushed."""
         if old.memory is None or not any(name in s.names() for s in old.memory.stores.values()):
             return True
-        if set(old.memory.stores) == {MOMENTUM} and not (
-            new.memory and MOMENTUM in new.memory.stores
-        ):
-            # Nothing was held back, and who takes the momentum over begins anew.
+        if set(old.memory.stores) == {MOMENTUM}:
+            # Nothing was held back that would have to be sent.
+            self._hand_over(name, old, new)
             old.memory.release([name])
             return True
         if new.memory is None or not CARRIED.issuperset({*old.memory.stores, *new.memory.stores}):

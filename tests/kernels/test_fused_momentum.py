@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 
@@ -19,7 +17,7 @@ from tests.kernels.test_fused import (  # noqa: F401
     random,
     spoiled,
 )
-from tests.kernels.test_launches import launched  # noqa: F401
+from tests.kernels.test_launches import launched, launches_per_rank  # noqa: F401
 from thinwire.kernels.cuda.dense import MOST_TRACES
 from thinwire.kernels.cuda.fused import MOST_BOOKS
 from thinwire.layout import Bucket
@@ -138,11 +136,7 @@ def test_phases(kernels):  # noqa: F811
 def test_launches_of_a_step(launched):  # noqa: F811
     cluster = Cluster(2, dgc(), shapes=SMALL)
     cluster.buckets = [["large", "bias"], ["other", "norm", "scalar"]]
-    for count in range(2):
-        launched.clear()
-        cluster.step(cluster.random(count))
-    per_rank = Counter({name: times / 2 for name, times in Counter(launched).items()})
-    assert per_rank == {
+    assert launches_per_rank(cluster, launched) == {
         "open_payload": 2,
         "giants_collect": 2,
         "giants_decide": 2,
