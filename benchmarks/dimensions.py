@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 import thinwire.horovod as hvd
-from thinwire.observe.dimensions import plot_dimensions
 from thinwire.recipes.examples import DataOptions
 from thinwire.recipes.tasks import find_task
+from thinwire.tools.plots import plot_dimensions
 
 EPOCHS = 6
 LOOK_EVERY = 4

@@ -43,10 +43,11 @@ BUDGETS_S = {
     "sync_free": 60.0,
     "contracts": 130.0,
     "race": 80.0,
+    "hsdp": 60.0,
     "compress": 400.0,
 }
 """The most each stage may take; what one leaves, the next ones have."""
-MODULES = {name: f"tests.gpu.{name}" for name in ("sync_free", "contracts", "race")}
+MODULES = {name: f"tests.gpu.{name}" for name in ("sync_free", "contracts", "race", "hsdp")}
 RATE = "10gbit"
 KNOWN_ENDS = (0, 1)
 TIME_UP = "time was up, the same command goes on with the rest"

@@ -26,7 +26,16 @@ STEPS = 3
 WARM_STEPS = 12
 """Whole tensors are read twice while their thresholds grow by a tenth per step."""
 WORTH_SHOWING = 0.02
-KERNELS = ("stream", "encode", "columns", "decode", "giants", "give_back", "open_payload", "poison")
+KERNELS = (
+    "stream",
+    "encode",
+    "columns",
+    "decode",
+    "multi_block",
+    "give_back",
+    "open_payload",
+    "poison",
+)
 
 
 def copy_speed() -> float:

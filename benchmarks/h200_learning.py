@@ -95,7 +95,7 @@ class Sitting:
         self.seats = Seats(self.count_seats(), say)
 
     def count_seats(self) -> int:
-        from thinwire.observe.provenance import count_cores
+        from thinwire.tools.provenance import count_cores
 
         shared = self.options.device == "cpu" or "CUDA_MPS_PIPE_DIRECTORY" in os.environ
         most = max(1, count_cores() - 1) if shared else FEW_SEATS

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [str(ROOT), str(ROOT / "carry" / "python")]
@@ -151,13 +150,9 @@ class Profiler:
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
     """As where no kernels can be compiled."""
-    from thinwire.lowrank import layout
-    from thinwire.lowrank.cuda import products
+    from thinwire.kernels.cuda.toolchain import use_toolchain
 
-    with (
-        mock.patch.object(layout, "has_bases", return_value=False),
-        mock.patch.object(products, "has_products", return_value=False),
-    ):
+    with use_toolchain("cuda", None):
         yield
 
 
@@ -240,7 +235,7 @@ class Bench:
     def save(self, out: Path) -> None:
         import torch
 
-        from thinwire.observe.provenance import describe_origin
+        from thinwire.tools.provenance import describe_origin
 
         origin = describe_origin()
         where = {

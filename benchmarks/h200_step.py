@@ -12,6 +12,7 @@ longer fit into `--minutes` are left for the next run.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
@@ -59,7 +60,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--density", type=float)
     parser.add_argument("--no-mps", action="store_true")
-    parser.add_argument("--retry-failed", action="store_true")
     parser.add_argument("--commit", help="for the rows, where this is no checkout")
     return parser.parse_args()
 
@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
 def plan(options: argparse.Namespace) -> list:
     """Cells by importance: baselines, the fast link, the slow link, then what takes minutes on the slow link."""
     from thinwire.bench.step_cell import unique
-    from thinwire.methods.registry import METHODS
+    from thinwire.tools.methods import METHODS
 
     if options.cells:
         return unique(parse_cell(text, options) for text in options.cells.split(","))
@@ -153,14 +153,15 @@ def main() -> None:
     fast = options.rates.split(",")[0]
     try:
         with LabPlace(mps=mps) as place:
-            for cell in plan(options):
+            # Cells of one setup that follow each other share their processes.
+            for _, cells in itertools.groupby(plan(options), key=lambda cell: cell.setup):
+                run = list(cells)
                 run_cells(
-                    [cell],
+                    run,
                     book,
                     place,
-                    timeout_s=FAST_TIMEOUT_S if cell.rate in (fast, "any") else SLOW_TIMEOUT_S,
+                    timeout_s=FAST_TIMEOUT_S if run[0].rate in (fast, "any") else SLOW_TIMEOUT_S,
                     deadline=deadline,
-                    retry_failed=options.retry_failed,
                     say=say,
                 )
     finally:

@@ -25,14 +25,12 @@ sys.path[:0] = [str(ROOT)]
 
 import torch  # noqa: E402
 
-from thinwire import dense_compressor, fused  # noqa: E402
 from thinwire.bench.compress_fleet import DECODE, ENCODE, Fleet  # noqa: E402
 from thinwire.bench.compress_layout import describe_model  # noqa: E402
-from thinwire.kernels import inspection  # noqa: E402
-from thinwire.kernels.cuda.dense import FusedDense  # noqa: E402
-from thinwire.kernels.cuda.fused import FusedTopK  # noqa: E402
-from thinwire.kernels.cuda.launch import Arguments, Defines  # noqa: E402
-from thinwire.methods.registry import MethodOptions, build_method, parse_names  # noqa: E402
+from thinwire.kernels.cuda.launch import Arguments  # noqa: E402
+from thinwire.kernels.cuda.source import Defines  # noqa: E402
+from thinwire.kernels.cuda.toolchain import Toolchain, use_toolchain  # noqa: E402
+from thinwire.tools.methods import build_method, expand_all, keep_taken  # noqa: E402
 
 WORLD = 2
 STEPS = 30
@@ -48,21 +46,17 @@ class IdleKernel:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __call__(
-        self,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        args: Sequence[Any] | Arguments,
-        shared_mem: int = 0,
-    ) -> None:
+    def __call__(self, blocks: int, threads: int, args: Sequence[Any] | Arguments) -> None:
         self.launched[self.name] += 1
         if not isinstance(args, Arguments):
             args = Arguments(args)
-        self._call(1, *grid, *block, shared_mem, ctypes.c_void_p(0), args.pointers, None)
+        grid, block = (blocks, 1, 1), (threads, 1, 1)
+        self._call(1, *grid, *block, 0, ctypes.c_void_p(0), args.pointers, None)
 
 
-def make_idle(file: str, name: str, defines: Defines) -> IdleKernel:
-    return IdleKernel(name)
+class IdleToolchain(Toolchain):
+    def compile(self, file: str, name: str, defines: Defines) -> IdleKernel:
+        return IdleKernel(name)
 
 
 class Watch:
@@ -79,7 +73,7 @@ class Watch:
 
 
 def show(model: str, name: str) -> None:
-    method = build_method(name, MethodOptions(density=0.01))
+    method = build_method(name, keep_taken(name, density=0.01))
     device = torch.device("cpu")
     fleet = Fleet(describe_model(model), method, world=WORLD, device=device, bucket_mb=None)
     fleet.gradients.fill = lambda *args: None
@@ -109,13 +103,10 @@ def main() -> None:
     parser.add_argument("--method", default="adtopk", help="names with commas between them")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for module in (dense_compressor, fused, inspection):
-        module.has_kernels = lambda device: True  # type: ignore[attr-defined]
-    for owner in (FusedTopK, FusedDense):
-        owner.compiler = staticmethod(make_idle)  # type: ignore[assignment]
-    for model in options.models:
-        for name in parse_names(options.method):
-            show(model, name)
+    with use_toolchain("cpu", IdleToolchain()):
+        for model in options.models:
+            for name in expand_all(options.method.split(",")):
+                show(model, name)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from learning.report import committed_table
 
 from thinwire.bench.rows import OK, Row, read_rows
-from thinwire.bench.step_report import name_method
+from thinwire.report.step_rows import name_rate, name_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
@@ -29,9 +29,9 @@ PAGES = (
     "docs/training.md",
     "docs/learning.md",
     "docs/lowrank.md",
+    "docs/local-steps.md",
 )
-MAIN_JOB = ("dense", "topk", "adtopk")
-ADTOPK = (*MAIN_JOB, "adtopk-interleave", "adtopk-threshold")
+ADTOPK = ("dense", "topk", "adtopk", "adtopk-interleave", "adtopk-threshold")
 LEARNING = (
     ("learning", "cifar10-resnet20"),
     ("learning", "wikitext2-lstm"),
@@ -42,16 +42,21 @@ LEARNING = (
 MARK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 
-def step_table() -> str:
-    """Milliseconds per step and the ratio to a step without communication: methods down, models across."""
+SHORT = ("noop", "adtopk 0.01", "adtopk 0.001", "ddp-powersgd r4", "ddp-bf16", "ddp")
+
+
+def step_table(methods: Sequence[str] | None = None) -> str:
+    """Milliseconds per step and the ratio to a step without communication: some methods or all down, models across."""
     rows = [row for row in read_rows(ROOT / "benchmarks/results/h200_step") if row["status"] == OK]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    lines = dict.fromkeys((row["rate"], name_method(row)) for row in rows)
+    lines = dict.fromkeys((row["rate"], name_row(row)) for row in rows)
     table = [
         f"| link | method | {' | '.join(models)} |",
         f"|---|---|{'---|' * len(models)}",
     ]
     for rate, method in lines:
+        if methods is not None and method not in methods:
+            continue
         cells = [_cell(rows, rate, method, model) for model in models]
         table.append(f"| {rate} | {method} | {' | '.join(cells)} |")
     return "\n".join(table) + "\n"
@@ -59,10 +64,27 @@ def step_table() -> str:
 
 def _cell(rows: list[Row], rate: str, method: str, model: str) -> str:
     for row in rows:
-        if (row["rate"], name_method(row), row["model"]) == (rate, method, model):
+        if (row["rate"], name_row(row), row["model"]) == (rate, method, model):
             sent = f", {row['link_bytes'] / 1e6:.0f} MB" if row["link_bytes"] > 1e5 else ""
             return f"{row['ms']:.0f} ms ({row['ratio_no_sync']:.2f}x{sent})"
     return "not measured"
+
+
+def local_table() -> str:
+    """Samples per second of all workers and milliseconds per step: methods down, links across."""
+    rows = [
+        row for row in read_rows(ROOT / "benchmarks/results/local_steps") if row["status"] == OK
+    ]
+    links = list(dict.fromkeys((row["rate"], row["latency"]) for row in rows))
+    named = [name_rate(rate) + (f", {latency}" if latency else "") for rate, latency in links]
+    table = [f"| method | {' | '.join(named)} |", f"|---|{'---|' * len(links)}"]
+    for method in dict.fromkeys(map(name_row, rows)):
+        found = {(row["rate"], row["latency"]): row for row in rows if name_row(row) == method}
+        cells = [
+            f"{found[link]['samples_per_s']:,.0f} ({found[link]['ms']:.0f} ms)" for link in links
+        ]
+        table.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(table) + "\n"
 
 
 def digits_table(methods: Sequence[str] | None = None) -> str:
@@ -138,8 +160,9 @@ def lowrank_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "lowrank": lowrank_table,
     "step": step_table,
+    "step-short": lambda: step_table(SHORT),
+    "local": local_table,
     "digits": digits_table,
-    "digits-main": lambda: digits_table(MAIN_JOB),
     "digits-adtopk": lambda: digits_table(ADTOPK),
     "compress": compress_table,
     **{f"{name}-{task}": functools.partial(committed_table, name, task) for name, task in LEARNING},

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Read when a kernel is defined, so it must be set before any is imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from tests.pool import Pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts a group of processes is no test for the quick lane."""
+    for item in items:
+        if "pools" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.workers)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,3 +31,11 @@ def pools() -> Iterator[Callable[[int], Pool]]:
     yield get
     for pool in alive.values():
         pool.stop()
+
+
+@pytest.fixture(scope="session")
+def sharded() -> Iterator[Pool]:
+    """The session's four workers for models that are sharded over device meshes."""
+    pool = Pool(4, keep_groups=True)
+    yield pool
+    pool.stop()

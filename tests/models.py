@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def make_cnn(seed: int = 0) -> nn.Module:
@@ -50,8 +51,7 @@ def train(
 
 
 def fingerprint(model: nn.Module) -> bytes:
-    """All parameters' bits."""
-    flat = torch.cat(
-        [p.detach().reshape(-1).contiguous().view(torch.uint8) for p in model.parameters()]
-    )
+    """All parameters' bits; of sharded ones those of all shards."""
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    flat = torch.cat([p.detach().reshape(-1).contiguous().view(torch.uint8) for p in whole])
     return bytes(flat.tolist())

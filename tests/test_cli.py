@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,36 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main([*group, "--help"])
         shown = capsys.readouterr().out
         assert re.search(rf"\b{word}\b +{entry.summary.split()[0]}", shown)
+
+
+@pytest.mark.parametrize("option", ["--help", "--version", "bench --help"])
+def test_what_is_asked_without_a_command_needs_neither_torch_nor_extras(option: str) -> None:
+    script = f"""
+import sys
+for name in ("typer", "rich", "click", "numpy", "torch"):
+    sys.modules[name] = None  # an import of it fails
+sys.argv = ["thinwire", *{option.split()!r}]
+from thinwire.cli import main
+code = main()
+assert sys.modules["torch"] is None
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(("Usage: thinwire", "thinwire "))
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+def test_a_reader_who_has_seen_enough_is_no_error() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "thinwire", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,15 +155,23 @@ def test_an_interrupted_job_says_so(
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("thinwire.recipes.command.launch", interrupt)
-    assert main(["train", "digits", "--out", str(tmp_path)]) == 130
-    assert capsys.readouterr().err == "thinwire train: interrupted\n"
+    monkeypatch.setattr("thinwire.recipes.start.launch", interrupt)
+    assert main(["train", "digits", "--out", str(tmp_path / "a")]) == 130
+    assert capsys.readouterr().err == (
+        "thinwire train: interrupted; there is no checkpoint to go on from (--checkpoint-every N makes them)\n"
+    )
+    assert main(["compare", "digits", "--out", str(tmp_path / "b")]) == 130
+    assert f"thinwire compare --resume --out {tmp_path / 'b'} does" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "missing", "sentence"),
     [
-        (["--help"], "typer", "typer cannot be found; .* pip install 'thinwire\\[cli\\]'"),
+        (
+            ["bench", "wire"],
+            "typer rich numpy",
+            "typer, rich and numpy cannot be found; .* pip install 'thinwire\\[train\\]'",
+        ),
         (
             ["train", "-h"],
             "sklearn",
@@ -148,5 +188,7 @@ def test_a_missing_extra_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = cli.find_spec
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == missing else found(name))
+    monkeypatch.setattr(
+        cli, "find_spec", lambda name: None if name in missing.split() else found(name)
+    )
     assert re.search(sentence, fail(arguments, capsys))

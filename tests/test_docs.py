@@ -23,12 +23,13 @@ from unittest import mock
 import pytest
 from torch.distributed.run import parse_args
 
+import thinwire
 from tests.pages import PAGES, ROOT, Command, read_commands, read_page, split_page
 from thinwire.cli import COMMANDS, GROUPS, main
 from thinwire.cli import Command as Entry
-from thinwire.observe.files import write_text
 from thinwire.recipes.job import build_job
-from thinwire.recipes.settings import to_toml
+from thinwire.tools.files import write_text
+from thinwire.tools.settings.sections import to_toml
 
 Words = list[str]
 
@@ -41,20 +42,27 @@ PLACEHOLDERS = {
     "N": "4",
     "NAME": "topk",
     "PRESET": "digits",
+    "module:function": "tests.bench.step_models:tiny",
     "R": "1gbit",
     "RUN/config.toml": "runs/first/config.toml",
 }
 THE_READERS = ("train.py", "script.py")
 QUICK = ("thinwire.bench.plots", "thinwire.bench.compress_plots")
-TAKE_WHAT_MAIN_TAKES = ("benchmarks/dimensions.py", "tests.methods.conservation")
+TAKE_WHAT_MAIN_TAKES = (
+    "benchmarks/dimensions.py",
+    "benchmarks/partial_rows.py",
+    "benchmarks/ternary.py",
+    "tests.methods.conservation",
+)
 """Scripts without a parser."""
 IN_A_LAB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.64.0.1", "MASTER_PORT": "29500"}
 NEED_A_CLUSTER = {
+    "sbatch job.sh",
     "sbatch --nodes 4 job.sh",
-    "qsub -l select=4:ncpus=4 -l place=scatter job.sh",
+    "qsub job.sh",
     "qsub -v REMOTE_SHELL=pbs_tmrsh ...",
 }
-"""What only the cluster's own programs can judge; tests/recipes/test_clusters.py runs such scripts."""
+"""What only the cluster's own programs can judge; tests/tools/test_clusters.py runs such scripts."""
 
 
 class Understood(Exception):
@@ -69,7 +77,7 @@ def check(words: Words) -> None:
 
 
 def check_thinwire(words: Words) -> None:
-    if words[0] == "lab":
+    if words[0] == "lab" or "--" in words:
         end = words.index("--") if "--" in words else len(words)
         if "--clean" in words and os.geteuid() != 0:
             pytest.skip("reading what labs left needs root")
@@ -141,7 +149,7 @@ def check_pip(words: Words) -> None:
     extras = re.findall(r"^(\w+) = \[", section.partition("\n[")[0], re.M)
     assert words[0] == "install"
     for package in words[1:]:
-        wanted = re.fullmatch(r"thinwire(?:\[(.+)\])?", package)
+        wanted = re.fullmatch(r"(?:path/to/)?thinwire(?:\[(.+)\])?", package)
         assert wanted, f"{package} is not ours"
         assert set((wanted[1] or "cli").split(",")) <= set(extras)
 
@@ -182,10 +190,12 @@ def write_what_readers_have(folder: Path) -> None:
     """Their own scripts, the examples of the pages, and what earlier commands left."""
     for name in (*THE_READERS, "job.sh"):
         (folder / name).touch()
-    (folder / "module.py").write_text("def function(device, batch): ...\n")
+    own = "import torch\ndef function(device, batch): return torch.nn.Linear(2, 1), torch.ones(batch, 2)\n"
+    (folder / "module.py").write_text(own)
     for page, name, language in (
         ("training", "mine.py", "python"),
         ("training", "mine.toml", "toml"),
+        ("own-method", "sparsifier.py", "python"),
         ("clusters", "node1", "text"),
     ):
         text = (ROOT / "docs" / f"{page}.md").read_text()
@@ -228,10 +238,25 @@ def test_a_command_of_the_documentation(
         subprocess.run(["bash", "-n"], input=capsys.readouterr().out, text=True, check=True)
 
 
+PUBLIC_NAME = re.compile(r"\btw((?:\.[A-Za-z_]\w*)+)")
+FILE = re.compile(r"(?<![\w./-])(?:thinwire|tests|benchmarks|docs)/[\w./-]*\w")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_names_and_files_of_the_documentation_exist(page: Path) -> None:
+    text = page.read_text()
+    for path in PUBLIC_NAME.findall(text):
+        found: object = thinwire
+        for name in path.strip(".").split("."):
+            assert hasattr(found, name), f"tw{path}"
+            found = getattr(found, name)
+    assert [name for name in FILE.findall(text) if not (ROOT / name).exists()] == []
+
+
 @pytest.mark.usefixtures("_at_the_readers")
 @pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
 def test_the_example_of_a_command(entry: Entry) -> None:
-    function = getattr(importlib.import_module(entry.module), entry.function)
+    function = getattr(importlib.import_module(f"thinwire.{entry.module}"), entry.function)
     (example,) = re.findall(
         rf"^(?:Example: )?(thinwire {entry.name} .*)", inspect.getdoc(function) or "", re.M
     )

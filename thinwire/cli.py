@@ -1,41 +1,47 @@
-"""The `thinwire` command: one table of commands, each imported only when it is used.
+"""The `thinwire` command: one table of commands, each imported only when it is used. What --help lists is that table.
 
-What a user types wrong is answered with one sentence on stderr and exit code 2; a job that fails with one sentence
-and exit code 1.
+Whatever goes wrong is said in one sentence on stderr. The exit code is 2 for what was typed wrong, 1 for a job that failed.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from thinwire.errors import JobError, UsageError
+from thinwire.errors import Interrupted, JobError, UsageError
 from thinwire.version import __version__
 
-if TYPE_CHECKING:
-    import typer
-
+SLOGAN = "Fast data-parallel PyTorch training on networks slower than the gradients."
+EXAMPLE = "thinwire compare digits --workers 4 --methods dense,topk,adtopk --density 0.01"
+HELP = frozenset({"-h", "--help"})
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+REFUSALS = frozenset(
+    {
+        errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR,
+        errno.ENOTDIR, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO,
+    }
+)  # fmt: skip
+"""What a disk or a folder says, which is no fault of the program."""
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """`function` in `module`; a CONTEXT_SETTINGS there is passed on to the parser."""
 
     name: str
     """As it is typed; two words for a command of a group."""
     module: str
     summary: str
-    extra: str
+    extra: str = "train"
     """Which of thinwire's extras brings what it imports."""
-    needs: tuple[str, ...]
+    needs: tuple[str, ...] = ("numpy",)
     """What it imports of that extra."""
 
     @property
@@ -44,77 +50,29 @@ class Command:
 
 
 GROUPS = {
-    "bench": "Measure: a training step, compression, an exchange, selections, wire formats.",
+    "bench": "Measure: a training step, compression, exchanges, selections, wire formats.",
     "analyse": "Look into what a method does while a recipe trains.",
 }
 """First words that several commands share."""
 
+TRAIN = ("train", ("numpy", "sklearn", "matplotlib"))
+LAB = ("lab", ("pyroute2",))
 COMMANDS = (
-    Command(
-        "train",
-        "thinwire.recipes.command",
-        "Train a task once, with compressed gradients.",
-        extra="train",
-        needs=("numpy", "sklearn", "matplotlib"),
-    ),
-    Command(
-        "compare",
-        "thinwire.recipes.command",
-        "Train a task once with each method, from the same seed, and compare.",
-        extra="train",
-        needs=("numpy", "sklearn", "matplotlib"),
-    ),
-    Command(
-        "analyse convergence",
-        "thinwire.analyse.command",
-        "Measure the constant xi and the rows that get nothing, epoch by epoch.",
-        extra="train",
-        needs=("numpy", "sklearn", "matplotlib"),
-    ),
-    Command(
-        "lab",
-        "thinwire.lab.command",
-        "Run a command on an emulated cluster: hosts on this machine, joined by slow links.",
-        extra="lab",
-        needs=("pyroute2",),
-    ),
-    Command(
-        "bench step",
-        "thinwire.bench.step_command",
-        "Time a training step under each method, next to torch's own hooks.",
-        extra="train",
-        needs=("numpy",),
-    ),
-    Command(
-        "bench compress",
-        "thinwire.bench.compress_command",
-        "Time encoding and decoding a whole gradient, against one pass over memory.",
-        extra="train",
-        needs=("numpy",),
-    ),
-    Command(
-        "bench exchange",
-        "thinwire.bench.exchange",
-        "Time and count what the exchanges send, for real or on virtual ranks.",
-        extra="train",
-        needs=("numpy",),
-    ),
-    Command(
-        "bench select",
-        "thinwire.bench.select",
-        "What the selections keep, how exactly, and how fast.",
-        extra="train",
-        needs=("numpy",),
-    ),
-    Command(
-        "bench wire",
-        "thinwire.bench.wire",
-        "Bits per entry of every wire format, against the entropy.",
-        extra="train",
-        needs=("numpy",),
-    ),
-)
-"""A new command adds its entry here."""
+    Command("train", "recipes.command", "Train a task once, with compressed gradients.", *TRAIN),
+    Command("compare", "recipes.command", "Train a task once with each method, and compare.", *TRAIN),
+    Command("report", "report.command", "Write a page about one run, or compare several.", "cli", ("typer", "rich")),
+    Command("analyse convergence", "analyse.command", "Measure xi and the rows that get nothing.", *TRAIN),
+    Command("launch", "tools.launch_command", "Write a launch file for your own script on a cluster.", "cli", ("typer", "rich")),
+    Command("lab", "lab.command", "Run a command on an emulated cluster on this machine.", *LAB),
+    Command("plan", "bench.plan_command", "Predict a step on any link, and say what to use."),
+    Command("bench step", "bench.step_command", "Time a training step under each method."),
+    Command("bench compress", "bench.compress_command", "Time encoding and decoding a whole gradient."),
+    Command("bench exchange", "bench.exchange", "Time and count what the exchanges send."),
+    Command("bench lowrank", "bench.lowrank_command", "Time what low-rank methods send."),
+    Command("bench select", "bench.select", "What the selections keep, how exactly, and how fast."),
+    Command("bench wire", "bench.wire", "Bits per entry of every wire format."),
+)  # fmt: skip
+"""A new command adds its line here."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,11 +81,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = typed_command(given)
     try:
         code = run(given, name)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads it, such as `head`, has seen enough; nothing is left to be written when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
     except UsageError as error:
         complain(name, str(error))
         return EXIT_USAGE
     except JobError as error:
         complain(name, str(error))
+        return EXIT_INTERRUPTED if isinstance(error, Interrupted) else EXIT_FAILED
+    except OSError as error:
+        if error.filename is None or error.errno not in REFUSALS:
+            raise
+        complain(name, f"'{error.filename}' cannot be used ({error.strerror})")
         return EXIT_FAILED
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
@@ -145,17 +113,68 @@ def typed_command(arguments: Sequence[str]) -> str | None:
 
 
 def run(arguments: list[str], name: str | None) -> int:
-    check_extra("cli", ("typer", "rich"))
+    first = arguments[0] if arguments else "--help"
+    if first == "--version":
+        print(f"thinwire {__version__}")
+        return 0
+    if name is None and first not in HELP:
+        raise UsageError(f"there is no option {first}; thinwire --help lists what there is")
+    if name is None or (name in GROUPS and set(arguments[1:]) <= HELP):
+        print(overview(name))
+        return 0
+    return parse(find_command(name), arguments)
+
+
+def overview(group: str | None = None) -> str:
+    """What there is, from the table alone: it needs neither torch nor an extra."""
+    shown = [entry for entry in COMMANDS if group in (None, entry.name.split()[0])]
+    width = max(len(entry.name) for entry in shown)
+    about = GROUPS[group] if group else f"{SLOGAN}\n\n  {EXAMPLE}"
+    lines = [f"Usage: thinwire {group or 'COMMAND'} [OPTIONS]", "", about, "", "Commands:"]
+    lines += [f"  {entry.name:{width}}  {entry.summary}" for entry in shown]
+    options = [
+        ("--version", "Show the version."),
+        ("-h, --help", "Show this; after a command its options."),
+    ]
+    return "\n".join([*lines, "", "Options:", *(f"  {o:{width}}  {text}" for o, text in options)])
+
+
+def find_command(name: str) -> Command:
+    found = next((entry for entry in COMMANDS if entry.name == name), None)
+    if found is None:
+        *group, wrong = name.split()
+        known = {
+            entry.name.split()[len(group)] for entry in COMMANDS if entry.name.split()[:-1] == group
+        }
+        known |= set() if group else set(GROUPS)
+        path = " ".join(["thinwire", *group])
+        raise UsageError(f"there is no command {wrong}; {suggest(wrong, sorted(known), path)}")
+    return found
+
+
+def build_command(entry: Command) -> Any:
+    """The parser of one command, which is imported here."""
+    check_extra(entry.extra, ("typer", "rich", *entry.needs))
     import typer
 
-    app = build_app(name)
+    module = importlib.import_module(f"thinwire.{entry.module}")
+    settings = {"help_option_names": ["-h", "--help"], **getattr(module, "CONTEXT_SETTINGS", {})}
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(entry.name, context_settings=settings)(getattr(module, entry.function))
+    return typer.main.get_command(app)
+
+
+def parse(entry: Command, arguments: list[str]) -> int:
+    """Read the options of one command, and run it."""
+    command = build_command(entry)
+    import typer
+
     # The class above all of the parser's complaints; which package it lives in depends on typer's version.
     parser_complaint: Any = typer.BadParameter.__mro__[2]
-    command = typer.main.get_command(app)
     try:
         result = command.main(
-            args=arguments or ["--help"],
-            prog_name="thinwire",
+            args=arguments[len(entry.name.split()) :],
+            prog_name=f"thinwire {entry.name}",
             standalone_mode=False,
             # What was typed, for commands that write it down for others to run.
             obj=list(arguments),
@@ -167,53 +186,14 @@ def run(arguments: list[str], name: str | None) -> int:
     return result if isinstance(result, int) else 0
 
 
-def build_app(name: str | None) -> typer.Typer:
-    """The parser; only the command called `name` is imported, the others are there for --help."""
-    import typer
-
-    app = typer.Typer(
-        help="Fast data-parallel PyTorch training on networks slower than the gradients.\n\n"
-        "thinwire compare digits --workers 4 --methods dense,topk,adtopk --density 0.01",
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-
-    def show_version(wanted: bool) -> None:
-        if wanted:
-            typer.echo(f"thinwire {__version__}")
-            raise typer.Exit
-
-    version_flag = typer.Option(
-        False, "--version", callback=show_version, is_eager=True, help="Show the version."
-    )
-
-    @app.callback()
-    def thinwire(version: bool = version_flag) -> None:
-        pass
-
-    groups = {word: typer.Typer(help=summary) for word, summary in GROUPS.items()}
-    for word, group in groups.items():
-        app.add_typer(group, name=word, no_args_is_help=True)
-    for entry in COMMANDS:
-        first, _, second = entry.name.partition(" ")
-        parser, word = (groups[first], second) if second else (app, first)
-        if entry.name == name:
-            check_extra(entry.extra, entry.needs)
-            module = importlib.import_module(entry.module)
-            settings = getattr(module, "CONTEXT_SETTINGS", None)
-            parser.command(word, context_settings=settings)(getattr(module, entry.function))
-        else:
-            parser.command(word, help=entry.summary)(lambda: None)
-    return app
-
-
 def check_extra(extra: str, needs: Sequence[str]) -> None:
-    missing = [module for module in needs if find_spec(module) is None]
+    """Refuse with everything that is missing; every extra of a command brings the parser along."""
+    missing = [module for module in dict.fromkeys(needs) if find_spec(module) is None]
     if missing:
+        *others, last = missing
+        named = f"{', '.join(others)} and {last}" if others else last
         raise UsageError(
-            f"{' and '.join(missing)} cannot be found; install what is missing with "
-            f"pip install 'thinwire[{extra}]'"
+            f"{named} cannot be found; install what is missing with pip install 'thinwire[{extra}]'"
         )
 
 
@@ -225,11 +205,6 @@ def explain(complaint: Any, arguments: Sequence[str]) -> str:
         wrong = complaint.option_name
         known = [name for option in context.command.params for name in option.opts]
         return f"there is no option {wrong}; {suggest(wrong, known, context.command_path)}"
-    if text.startswith("No such command"):
-        wrong = text.split("'")[1]
-        path = context.command_path if context else "thinwire"
-        known = list(context.command.commands) if context else [c.name for c in COMMANDS]
-        return f"there is no command {wrong}; {suggest(wrong, known, path)}"
     given = find_value(getattr(complaint, "param", None), arguments)
     if given is not None:
         option, value = given

@@ -15,5 +15,13 @@ class ExchangeError(RuntimeError):
     """A collective failed or the ranks disagree about what to exchange."""
 
 
+class DamageError(ExchangeError):
+    """A message arrived with other bits than it was sent with; every rank raises this, and none has used the message."""
+
+
 class JobError(RuntimeError):
     """A job whose workers failed; the message says which, why and where the traceback is."""
+
+
+class Interrupted(JobError):
+    """A job that its user has stopped; the message says how to go on."""

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from thinwire import checkpoint
-from thinwire.compressor import FlushCompressor
-from thinwire.convoy import WORTH_SENDING
+from thinwire.auto.prospect import Prospect
+from thinwire.auto.steering import Steering
+from thinwire.engine import checkpoint
+from thinwire.engine.bucket_plan import backends_of
+from thinwire.engine.moving import FindGroup, move, share_progress, take_group
+from thinwire.engine.opaque import opaque
+from thinwire.engine.reducer import Reducer
+from thinwire.engine.watching import check_replicas
 from thinwire.errors import UsageError
-from thinwire.exchange.drivers import Driver, StreamDriver, ThreadDriver
-from thinwire.exchange.hierarchy import join_hosts
-from thinwire.exchange.network import Network, agree, private_group
-from thinwire.layout import ParameterInfo, Shard
+from thinwire.layout import Shard
 from thinwire.methods.base import Method
 from thinwire.observe.ledger import Ledger
-from thinwire.observe.stats import Stats, Tally
-from thinwire.opaque import opaque
-from thinwire.optim import Takeover
-from thinwire.pipeline import Pipeline
-from thinwire.plan.planner import Planner
-from thinwire.plan.policy import Rule
+from thinwire.observe.stats import Stats
+from thinwire.observe.writers import write_values
+from thinwire.optim.base import Takeover
+from thinwire.plan.advice import Advice
+from thinwire.plan.candidates import QUALITIES
+from thinwire.plan.policy import Rule, check_settings
 from thinwire.plan.report import PlanReport
-from thinwire.validate import check_bool, check_instance
+from thinwire.validate import check_choice, check_positive_int
 
 logger = logging.getLogger(__name__)
 
@@ -36,79 +39,47 @@ logger = logging.getLogger(__name__)
 class Handle:
     """A compressed gradient exchange at work: ask it what it does, save it, change it, end it.
 
-    Also a `torch.distributed.checkpoint` Stateful.
+    `tw.attach` and the other adapters make it, on a `reducer` for a `method` under a `policy`. It is also a
+    `torch.distributed.checkpoint` Stateful. `takeover` holds what a method has taken over from the optimizer, if anything;
+    `prospect` tells what can be taken over later. `skips` says whether steps may be discarded, and `form` how parameters that
+    are spread over ranks are saved. `build` makes a reducer with the settings of this one from a method, a driver and a policy.
     """
-
-    worth_sending: ClassVar[int] = WORTH_SENDING
-    """Bytes for which buckets wait for each other."""
-    ledger: Ledger
 
     def __init__(
         self,
-        infos: Mapping[str, ParameterInfo],
+        reducer: Reducer,
         method: Method,
-        *,
-        device: torch.device,
-        policy: Sequence[Rule] | None,
-        process_group: dist.ProcessGroup | None,
-        grad_scaler: Any,
-        deterministic: bool,
+        policy: Sequence[Rule] = (),
         takeover: Takeover | None = None,
+        *,
+        skips: bool = True,
+        form: checkpoint.WholeTensors = checkpoint.WHOLE,
+        build: Callable[..., Reducer] = Reducer,
+        prospect: Prospect | None = None,
     ) -> None:
-        check_settings(method, policy, deterministic)
-        scale = scale_reader(grad_scaler)
-        self._infos = dict(infos)
-        self._takeover = takeover
-        self._method, self._policy = self._bind(method, policy or [])
-        self._deterministic = deterministic
-        self._scaled = grad_scaler is not None and grad_scaler.is_enabled()
-        driver = self._connect(process_group, device)
-        try:
-            # First of all: a rank that raised alone would leave the others waiting.
-            self._agree(self._method, self._policy)
-            self._planner = Planner(
-                self._infos.values(), self._method, self._policy, driver.place.world
-            )
-            plan = self._planner.plan(0)
-            self._join_hosts()
-        except Exception:
-            driver.close()
-            raise
-        self.pipeline = Pipeline(
-            plan,
-            driver,
-            Tally(self.ledger),
-            device=device,
-            deterministic=deterministic,
-            scale=scale,
-            replan=lambda step: self._planner.change(step),
-            worth_sending=self.worth_sending,
-        )
+        self.reducer = reducer
+        self._form = form
+        self._build = build
+        self._find_group: FindGroup = take_group
+        self._skips = skips
         self._on_close: list[Callable[[], None]] = []
         self.closed = False
-        self._commit_takeover()
-
-    def _connect(self, process_group: dist.ProcessGroup | None, device: torch.device) -> Driver:
-        """What runs the exchanges; also sets `ledger`."""
-        assert process_group is not None
-        driver, self.ledger = make_driver(process_group, device)
-        self._network = driver.network
-        self._network_group = driver.network.group
-        return driver
-
-    def _commit_takeover(self) -> None:
-        if self._takeover is not None:
-            self._takeover.commit(self)
+        self.steering = Steering(self, method, policy, takeover, prospect or Prospect())
 
     # -- what it does ------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        return self.pipeline.driver.place.rank
+        return self.reducer.driver.place.rank
 
     @property
     def world(self) -> int:
-        return self.pipeline.driver.place.world
+        return self.reducer.driver.place.world
+
+    @property
+    def ledger(self) -> Ledger:
+        """What this rank has sent, by phase."""
+        return self.reducer.driver.ledger
 
     @opaque
     def stats(self, *, dimensions: bool = False) -> Stats:
@@ -117,47 +88,100 @@ class Handle:
         `dimensions` adds which rows of each layer the last step left out (`Stats.dimensions`); that costs a selection or
         two, so ask for it when you want to see it.
         """
-        left_out = self.pipeline.dimensions() if dimensions else None
-        self.pipeline.settle()
-        memory_bytes = sum(m.nbytes() for m in self.pipeline.roster.memories())
-        return self.pipeline.tally.stats(self.pipeline.step, memory_bytes, left_out)
+        reducer = self.reducer
+        left_out = reducer.dimensions() if dimensions else None
+        reducer.settle()
+        memory_bytes = sum(memory.nbytes() for memory in reducer.assignments.memories())
+        exposed_ms = reducer.exposure.milliseconds()
+        return reducer.tally.stats(reducer.step, memory_bytes, left_out, exposed_ms)
+
+    def log(self, writer: Any, step: int | None = None) -> None:
+        """Write `stats().as_dict()` with `thinwire/` before each name: to a TensorBoard writer, a W&B run, `mlflow`, or a
+        function of (values, step).
+
+        `step` is the handle's own unless given. Every rank counts what it sends itself; one rank's curves are enough.
+
+        >>> handle.log(wandb.run, step)
+        """
+        stats = self.stats()
+        values = {f"thinwire/{name}": value for name, value in stats.as_dict().items()}
+        write_values(writer, values, stats.steps if step is None else step)
+
+    def __repr__(self) -> str:
+        compressed = sum(not one.plan.dense for one in self.reducer.assignments.by_name.values())
+        return (
+            f"<Handle: rank {self.rank} of {self.world}, {self.reducer.step} steps, {compressed} of "
+            f"{len(self.reducer.parameters)} parameters compressed{', closed' if self.closed else ''}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<p>{escape(repr(self).strip('<>'))}</p>{self.stats()._repr_html_()}"
 
     def plan(self) -> PlanReport:
         """What happens to every parameter and why; print it."""
-        assignments = self.pipeline.roster.assignments
+        assignments = self.reducer.assignments.by_name
         notes = {
             name: "sends what is held back once, then changes method"
             for name, assignment in assignments.items()
-            if isinstance(assignment.compressor, FlushCompressor)
+            if assignment.flushing
         }
-        return PlanReport(tuple(a.plan for a in assignments.values()), notes)
+        rows = tuple(assignment.plan for assignment in assignments.values())
+        held, spare = self.reducer.assignments.memory_bytes()
+        routes = self.reducer.routes
+        kept = sum(route.kept_bytes for route in routes)
+        return PlanReport(rows, notes, backends_of(routes), held, spare, kept)
+
+    def advise(self) -> Advice:
+        """What every candidate would take, what is best and why; print it. Any rank may ask, at any time.
+
+        `tw.Auto()` measures by itself. With another method `measure()` comes first.
+        """
+        return self.steering.advise()
+
+    def measure(self, steps: int = 10, *, quality: str = "safe") -> None:
+        """Measure the next `steps` steps, the link and all candidates, so that `advise()` can tell what would be better.
+
+        Every rank calls it at the same step. The method stays what it is; the step behind the last one measured takes a few
+        seconds longer. `quality` bounds what may be advised, as in `tw.Auto`.
+        """
+        self._refuse_if_closed()
+        check_positive_int("steps", steps)
+        check_choice("quality", quality, QUALITIES)
+        self.steering.measure(steps, quality)
 
     @opaque
     def residual(self, name: str) -> Tensor:
         """What is held back of a parameter on this rank, in its shape; zeros if nothing is.
 
-        Under `tw.Hierarchical` it is this rank's shard only; `shard(name)` says which part that is. What a switch or a
-        change of the world left on this rank outside the shard goes to its owner in the next step, and is in
+        Under `tw.exchange.Hierarchical` it is this rank's shard only; `shard(name)` says which part that is. What a switch
+        or a change of the world left on this rank outside the shard goes to its owner in the next step, and is in
         `state_dict()` until then.
         """
         shard = self.shard(name)
-        self.pipeline.settle()
-        held = self.pipeline.roster.held(name, "residual")
+        self.reducer.settle()
+        held = self.reducer.assignments.held(name, "residual")
+        info = self.reducer.parameters[name]
         if held is None:
-            return torch.zeros(shard.shape, device=self.pipeline.device)
-        if shard.size is None:
+            return torch.zeros(shard.shape, device=self.reducer.device)
+        if held.shape == torch.Size(shard.shape):
             return held
-        slot = self._infos[name].slot(0)
+        slot = info.slot(0)
         flat = held.new_empty(slot.numel)
         slot.view(flat).copy_(held)
         return slot.part(flat, shard).clone()
 
     def shard(self, name: str) -> Shard:
-        """Which part of a parameter `residual(name)` holds: dimension, offset and size; the whole unless sharded."""
-        if name not in self._infos:
-            raise UsageError(f"name is {name!r}; the handle knows {_some(self._infos)}")
-        compressor = self.pipeline.roster.assignments[name].compressor
-        return compressor.shard(self._infos[name].slot(0), self.pipeline.driver.place)
+        """Which part of a parameter `residual(name)` holds: dimension, offset and size; the whole unless sharded.
+
+        Under FSDP it is this rank's shard of what tensor parallelism has left of the parameter, if there is any.
+        """
+        parameters = self.reducer.parameters
+        if name not in parameters:
+            raise UsageError(f"name is {name!r}; the handle knows {_some(parameters)}")
+        compressor = self.reducer.assignments.by_name[name].compressor
+        part = compressor.shard(parameters[name].slot(0), self.reducer.driver.place)
+        return (parameters[name].shard or part) if part.whole else part
 
     # -- changing it -------------------------------------------------------------------------------------------
 
@@ -165,47 +189,89 @@ class Handle:
     def switch(self, method: Method, *, policy: Sequence[Rule] | None = None) -> None:
         """Use another method from the next step on; every rank must call it at the same step.
 
-        What is held back carries over, or is sent densely once where the new method has no place for it.
+        What is held back carries over, or is sent densely once where the new method has no place for it. Where momentum,
+        or Adam's step, changes hands between the method and an optimizer that was passed to `attach`, one dense step comes
+        first: all that is held back leaves with it, momentum is averaged over ranks, and the new owner goes on from there.
         """
         self._refuse_if_closed()
         check_settings(method, policy, False)
-        method, rules = self._bind(method, self._policy if policy is None else policy)
-        self._agree(method, rules)
-        planner = Planner(self._infos.values(), method, rules, self.world)
-        plan = planner.plan(self.pipeline.step)
-        self._method, self._policy, self._planner = method, rules, planner
-        self._join_hosts()
-        self.pipeline.switch(plan)
+        self.steering.switch(method, policy)
 
     @opaque
     def discard_step(self) -> None:
-        """Say that the last step was not applied: what it sent returns to memory.
+        """Say that the last step was not applied: it leaves no trace, as dense training drops the gradient of a skipped step.
 
         Call it before the next backward or `switch`, on every rank, when you skip `optimizer.step()` by a rule of your own.
+        Needs `skippable=True`, or a `grad_scaler`; with `skipped="keep"` what the step sent returns to memory instead.
         """
-        self.pipeline.settle(discard=True)
+        if not self._skips:
+            raise UsageError(
+                "skippable is False, so that memory cannot be what it was before the step; attach with skippable=True "
+                "(which holds memory a second time), or with skipped='keep' to have what was sent return to memory"
+            )
+        self.reducer.settle(discard=True)
+
+    @opaque
+    def check_replicas(self) -> None:
+        """Compare the parameters of all ranks now, bit for bit; every rank calls it at the same point, between steps.
+
+        Replicas that differ are named, and raised or repaired as `on_difference` says. `attach(..., watch=100)` does it by itself.
+        """
+        self._refuse_if_closed()
+        check_replicas(self.reducer)
 
     @opaque
     def close(self) -> None:
         """Stop compressing and free the memories; gradients are then averaged densely.
 
-        What is still held back is dropped, with a warning. `switch(tw.Dense())` and one more step send it first.
+        What is still held back is dropped, with a warning, and momentum that a method took over starts from 0. To lose neither,
+        `switch(tw.Dense())` and take one more step first: it sends what is held back, and the optimizer gets its momentum back.
         """
         if self.closed:
             return
-        self.pipeline.end_step()
-        held = sum(m.nbytes() for m in self.pipeline.roster.memories())
-        if held:
+        self.reducer.end_step()
+        held = sum(memory.nbytes() for memory in self.reducer.assignments.memories())
+        if not self.steering.give_back() and held:
             logger.warning(
                 "close() drops %.1f MB of gradient that was held back; switch(tw.Dense()) and one more step "
                 "would have sent it",
                 held / 1e6,
             )
         self.closed = True
-        self.pipeline.release()
         for action in self._on_close:
             action()
-        self.pipeline.driver.close()
+        self.reducer.close()
+
+    @opaque
+    def regroup(
+        self, process_group: dist.ProcessGroup | None = None, *, model: nn.Module | None = None
+    ) -> None:
+        """Go on among the ranks of another group, of the same or another size, with all that this rank holds back.
+
+        Every rank of the new group calls it, between two steps. DDP cannot change its own group: wrap the model anew over
+        the new ranks and pass it as `model`. A rank that is new attaches and then calls `join()`.
+        """
+        self._refuse_if_closed()
+        group = self._find_group(process_group, model)
+        old = self.reducer
+        method, rules = self.steering.begin_move()
+        self.reducer = move(old, group, lambda driver: self._build(method, driver, policy=rules))
+        old.close()
+        self.join()
+        self.steering.follow_move()
+
+    @opaque
+    def join(self) -> None:
+        """Agree with the group on the step: who is behind takes counters and what was learned from who is ahead.
+
+        `regroup` does it. A rank that has attached to a group that others moved to calls it while they call `regroup`.
+        """
+        self._refuse_if_closed()
+        share_progress(self.reducer)
+
+    def movable(self, find_group: FindGroup) -> None:
+        """Let `regroup` find the group by this function of what it is given; adapters call it."""
+        self._find_group = find_group
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Have `action` called when the handle closes."""
@@ -216,8 +282,10 @@ class Handle:
     @opaque
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain tensors and numbers, by parameter name."""
-        self.pipeline.settle()
-        return checkpoint.wrap_rank(self.rank, self.world, self.pipeline.state_dict())
+        self.reducer.settle()
+        content = self.reducer.state_dict()
+        self.steering.save_into(content)
+        return checkpoint.wrap_rank(self.rank, self.world, content, self._form)
 
     @opaque
     def load_state_dict(
@@ -229,82 +297,29 @@ class Handle:
         """Restore this rank's state, or, from the states of all ranks of another world, its mean or nothing."""
         self._refuse_if_closed()
         states = [state] if isinstance(state, Mapping) else list(state)
-        content = checkpoint.pick_rank(states, self.rank, self.world, on_world_change)
-        self.pipeline.load_state_dict(content)
+        self._load(
+            lambda: checkpoint.pick_rank(states, self.rank, self.world, on_world_change, self._form)
+        )
 
     def load_checkpoint(self, path: str | Path, *, on_world_change: str | None = None) -> None:
         """Restore from a distributed checkpoint that holds a handle, saved with any number of ranks."""
         self._refuse_if_closed()
-        content = checkpoint.read_distributed(path, self.rank, self.world, on_world_change)
-        self.pipeline.load_state_dict(content)
-
-    # -- inside ------------------------------------------------------------------------------------------------
-
-    def _bind(self, method: Method, policy: Sequence[Rule]) -> tuple[Method, list[Rule]]:
-        """The settings with what was taken over from the optimizer in them."""
-        if self._takeover is not None:
-            return self._takeover.bind(method), self._takeover.bind_policy(policy)
-        if method.owns_momentum:
-            raise UsageError(
-                f"method is {type(method).__name__}, which takes momentum over from the optimizer; attach with it and "
-                "optimizer=opt instead of switching to it"
+        self._load(
+            lambda: checkpoint.read_distributed(
+                path, self.rank, self.world, on_world_change, self._form
             )
-        return method, list(policy)
+        )
 
-    def _agree(self, method: Method, policy: Sequence[Rule]) -> None:
-        settings = {
-            "method": repr(method),
-            "policy": "; ".join(map(str, policy)) or "none",
-            "deterministic": str(self._deterministic),
-            "grad_scaler": "enabled" if self._scaled else "none",
-        }
-        for name, info in self._infos.items():
-            settings[f"parameter {name}"] = f"{list(info.shape)} {list(info.strides)} {info.dtype}"
-        agree(self._network_group, settings)
-
-    def _join_hosts(self) -> None:
-        """Groups inside and between hosts, for the methods that want them."""
-        join_hosts(self._network, self._host_sizes())
-
-    def _host_sizes(self) -> set[int]:
-        """What all methods that may come to work say of their hosts."""
-        methods = [self._method, *(rule.method for rule in self._policy if rule.method is not None)]
-        return {size for method in methods for size in method.host_sizes}
+    def _load(self, find: Callable[[], dict[str, Any]]) -> None:
+        """Load what `find` returns, if all ranks have found something of the same step."""
+        content = checkpoint.find_together(self.reducer.driver, find)
+        self.steering.before_load(content)
+        self.reducer.load_state_dict(content)
+        self.steering.after_load(content)
 
     def _refuse_if_closed(self) -> None:
         if self.closed:
             raise UsageError("the handle is closed; attach again to compress")
-
-
-def check_settings(method: Any, policy: Any, deterministic: Any) -> None:
-    check_instance("method", method, Method, "a method such as tw.ADTopK(density=0.01)")
-    check_bool("deterministic", deterministic)
-    if policy is not None:
-        check_instance("policy", policy, Sequence, "a list of tw.rule(...)")
-    for entry in policy or []:
-        check_instance("policy", entry, Rule, "a list of tw.rule(...)")
-
-
-def make_driver(
-    process_group: dist.ProcessGroup, device: torch.device
-) -> tuple[ThreadDriver | StreamDriver, Ledger]:
-    """The driver that fits the device: side streams for CUDA, blocking collectives otherwise; both have a thread, with a group
-    of its own."""
-    ledger = Ledger(dist.get_world_size(process_group))
-    if device.type == "cuda":
-        return StreamDriver(Network(private_group(process_group, device), ledger), device), ledger
-    return ThreadDriver(Network(private_group(process_group), ledger)), ledger
-
-
-def scale_reader(grad_scaler: Any) -> Callable[[], Tensor | None]:
-    """How to read the current loss scale without waiting for the device."""
-    if grad_scaler is None:
-        return lambda: None
-    if not hasattr(grad_scaler, "_get_scale_async") or not hasattr(grad_scaler, "is_enabled"):
-        raise UsageError(f"grad_scaler is {grad_scaler!r}; it must be a torch.amp.GradScaler")
-    if not grad_scaler.is_enabled():
-        return lambda: None
-    return grad_scaler._get_scale_async
 
 
 def _some(names: Mapping[str, Any]) -> str:

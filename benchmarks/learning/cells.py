@@ -15,8 +15,8 @@ On CIFAR-10 every sparse method has DGC's momentum correction too, without maski
 momentum would still have brought; the variants show what each of the two makes. Others there: ACP-SGD with as many bytes as
 PowerSGD, beside PowerSGD; and OkTopK at 8 %, where 8 workers end with as many entries as with TopK at 1 %. On text the optimizer is Adam, to which
 momentum correction does not belong: plain residuals for all, the first two epochs dense for all, in place of the one at 25 %,
-and 5 % beside 1 %, because the published jobs with Adam ask for 5 to 10. The small GPT's variants have momentum correction and
-FrozenAdam, which is AdamW in the dense epochs and then keeps what it divides by.
+and 5 % beside 1 %, because the published jobs with Adam ask for 5 to 10. The small GPT's variants choose in
+Adam's scale, with its momentum before compression, and keep from the dense epochs what it divides by.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ RANK = 4
 """Of the factors of low-rank methods."""
 WARMUP = (0.25, 0.063, 0.015, 0.004)
 """Densities of the first epochs, as far as they are above the one that follows."""
-WITHOUT_DENSITY = ("dense", *(LOW_RANK := ("acpsgd", "powersgd")))
+LOW_RANK = ("acpsgd", "powersgd")
+QUANTIZED = ("quantized", "quantized-4bit", "quantized-2bit", "quantized-1bit")
+"""They send everything, and do so from the first step on."""
+WITHOUT_DENSITY = ("dense", *LOW_RANK, *QUANTIZED)
 RESIDUAL = {"memory": {"kind": "Residual"}}
 MASKED = {"memory": {"kind": "MomentumCorrection", "masking": True}}
 UNMASKED = {"memory": {"kind": "MomentumCorrection", "masking": False}}
@@ -38,8 +41,16 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "adtopk-residual": ("adtopk", RESIDUAL),
     "dgc-masked": ("dgc", MASKED),
     "acpsgd-rank8": ("acpsgd", {"rank": 2 * RANK}),
-    "adtopk-frozen": ("adtopk", UNMASKED),
-    "dgc-frozen": ("dgc", UNMASKED),
+    "adtopk-adam": ("adtopk", {"adam_scale": {}}),
+    "topk-adam": ("topk", {"adam_scale": {}}),
+    "quantized-1bit-adam": (
+        "quantized-1bit",
+        {"adam_scale": {"divisor": {"kind": "Refresh", "every": 50}, "limit": 3.0}},
+    ),
+    "quantized-stochastic": ("quantized", {"rounding": "stochastic"}),
+    "quantized-4bit-stochastic": ("quantized-4bit", {"rounding": "stochastic"}),
+    "quantized-4bit-sums16": ("quantized-4bit", {"sum_bits": 16}),
+    "quantized-4bit-none": ("quantized-4bit", {"memory": {"kind": "NoMemory"}}),
 }
 """Name in the tables: a method, and what is another one in it; shows which part of a method makes a difference."""
 
@@ -146,7 +157,7 @@ class Study:
             own["rank"] = RANK
         if base not in WITHOUT_DENSITY and self.warmup:
             own["density_warmup"] = [early for early in self.warmup if early > density]
-        if base != "dense" and self.dense_epochs:
+        if base not in ("dense", *QUANTIZED) and self.dense_epochs:
             own["dense_epochs"] = self.dense_epochs
         return {**own, **changes}
 
@@ -174,8 +185,17 @@ def studies() -> list[Study]:
         Batch(methods=methods, density=0.01, seeds=(0,)),
         Batch(methods=("adtopk", "dgc"), density=0.05, seeds=(0,)),
     )
-    frozen = Batch(methods=("adtopk-frozen", "dgc-frozen"), density=0.01, seeds=(0,))
+    scaled = Batch(
+        methods=("adtopk-adam", "topk-adam", "quantized-1bit-adam"), density=0.01, seeds=(0,)
+    )
     everybody = (*methods, "topk")
+    safe = QUANTIZED[:2]
+    rounded = (*safe, *(f"{name}-stochastic" for name in safe))
+    coarse = ("quantized-4bit-sums16", "quantized-4bit-none", *QUANTIZED[2:])
+    quantized = (
+        *(Batch(methods=rounded, density=1.0, seeds=(seed,)) for seed in seeds),
+        Batch(methods=coarse, density=1.0, seeds=(0,)),
+    )
     images = ("adtopk-residual", "dgc-masked", "acpsgd-rank8", "powersgd")
     return [
         Study(
@@ -186,6 +206,7 @@ def studies() -> list[Study]:
                 Batch(methods=images, density=0.01, seeds=(0,)),
                 Batch(methods=("oktopk",), density=0.08, seeds=(0,)),
                 Batch(methods=("adtopk", "oktopk", "topk"), density=0.001, seeds=seeds),
+                *quantized,
             ),
             urgent=3,
             most=30,
@@ -222,7 +243,13 @@ def studies() -> list[Study]:
         ),
         Study(
             task="wikitext2-small-gpt",
-            batches=(texts[0], frozen, *texts[1:]),
+            batches=(
+                texts[0],
+                scaled,
+                *texts[1:],
+                *(Batch(methods=("dense",), density=1.0, seeds=(seed,)) for seed in seeds[1:]),
+                *quantized,
+            ),
             urgent=0,
             most=10,
             fewest=5,

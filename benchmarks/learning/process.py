@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from learning.orders import Epochs, Order, Stop
-from thinwire.observe.metrics import MetricsLog, Record
+from thinwire.tools.metrics import MetricsLog, Record
 
 if TYPE_CHECKING:
     from thinwire.recipes.loop import Trainer
@@ -178,12 +178,12 @@ class Sentences(logging.Handler):
 
 def train_cell(order: Order, loaded: dict[str, Any], pipe: Connection) -> dict[str, Any]:
     """One run on the recipes' own loop; its row, with all that tells where it comes from, and how long its parts took."""
-    from thinwire.observe.provenance import describe_origin
     from thinwire.recipes.assembly import make_trainer
     from thinwire.recipes.device import choose_device, prefer_determinism
     from thinwire.recipes.job import build_job
     from thinwire.recipes.parallel import join
     from thinwire.recipes.simulated import SimulatedReplica
+    from thinwire.tools.provenance import describe_origin
 
     began = time.monotonic()
     job = build_job("train", order.settings, out=Path())

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from learning.store import Row, read_rows  # noqa: E402
-from thinwire.observe.scores import SHARES, format_score, name_metric  # noqa: E402
+from thinwire.tools.scores import SHARES, format_score, name_metric  # noqa: E402
 
 LIMITS = {0.001: 0.5}
 """Points of a share, or percent of another metric, that a method may lie behind dense at a density;"""
@@ -175,7 +176,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     """Score against epoch: a panel per task and density, a curve per method, the range of its seeds shaded."""
     from matplotlib.figure import Figure
 
-    from thinwire.observe.plots import COLOURS
+    from thinwire.tools.palette import Styles, find_method
 
     lines = lines_with_dense(rows)
     panels: dict[tuple[str, float], list[Line]] = {}
@@ -188,7 +189,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     grid = list(figure.subplots(down, across, squeeze=False).flat)
     for empty in grid[len(panels) :]:
         empty.set_visible(False)
-    names = list(dict.fromkeys(line.first["method"] for line in lines))
+    styles = Styles()
     for axes, ((task, density), chosen) in zip(grid, panels.items(), strict=False):
         everywhere = [
             line
@@ -196,7 +197,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             if line.first["task"] == task and line.first["asked_density"] is None
         ]
         for line in (*everywhere, *chosen):
-            draw(axes, line, COLOURS[names.index(line.first["method"]) % len(COLOURS)])
+            method = line.first["method"]
+            draw(axes, line, styles.look(find_method(method), method))
         metric = name_metric(chosen[0].first["metric"])
         data = chosen[0].first["data"]
         axes.set(title=f"{task}, {density:.1%}", xlabel="epochs", ylabel=f"test {metric}")
@@ -210,7 +212,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path)
 
 
-def draw(axes, line: Line, colour: str) -> None:
+def draw(axes, line: Line, look: dict[str, Any]) -> None:
     runs = [
         [(step / row["steps_per_epoch"], score) for step, score in row["tests"]]
         for row in line.rows
@@ -219,9 +221,9 @@ def draw(axes, line: Line, colour: str) -> None:
     epochs = [one[0][0] for one in rounds]
     values = [[math.nan if score is None else score for _, score in one] for one in rounds]
     label = f"{line.first['method']} {show(line.first['metric'], mean_score(line.rows))}"
-    axes.plot(epochs, list(map(statistics.fmean, values)), color=colour, label=label)
+    axes.plot(epochs, list(map(statistics.fmean, values)), label=label, **look)
     axes.fill_between(
-        epochs, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15
+        epochs, list(map(min, values)), list(map(max, values)), color=look["color"], alpha=0.15
     )
 
 

@@ -1,6 +1,6 @@
 """Store: the rows of finished cells and the curves of all of them, on disk at any moment.
 
-rows.json    a list: the fields of `thinwire.observe.results.Row`, and task, epochs, steps_per_epoch, graph (whether passes were
+rows.json    a list: the fields of `thinwire.tools.results.Row`, and task, epochs, steps_per_epoch, graph (whether passes were
              replayed), side_by_side (cells that ran at once), data (what to say of it), about (all settings) and origin (versions, hardware, date, commit)
 rows.csv     the same without what does not fit into a line
 curves.json  by cell: per epoch its step, score, mean training loss and seconds; `finished` says whether a row belongs to it
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from learning.cells import Cell
-from thinwire.observe.files import write_text
-from thinwire.observe.scores import format_score
+from thinwire.tools.files import write_text
+from thinwire.tools.scores import format_score
 
 Row = dict[str, Any]
 COLUMNS = (

@@ -161,14 +161,22 @@ def test_missing_gradients_count_as_zero_on_every_rank(pools):
 
 def overlap_job(rank: int, world: int) -> tuple[float, float]:
     model, optimizer = make(rank)
-    driver = optimizer.handle.pipeline.driver
+    driver = optimizer.handle.reducer.driver
     # Buckets this small would otherwise wait for each other.
-    optimizer.handle.pipeline.convoy.worth_sending = 0
+    optimizer.handle.reducer.coalesce_bytes = 0
     issued, fired = [], []
     perform = driver.network.perform
-    driver.network.perform = lambda batch: (issued.append(time.perf_counter()), perform(batch))[1]
+    driver.network.perform = lambda *args: (issued.append(time.perf_counter()), perform(*args))[1]
     first = next(model.parameters())
-    first.register_hook(lambda _: (time.sleep(0.05), fired.append(time.perf_counter()))[0])
+
+    def slow(_: torch.Tensor) -> None:
+        # As long as a busy machine may need.
+        deadline = time.perf_counter() + 20
+        while not issued and time.perf_counter() < deadline:
+            time.sleep(0.01)
+        fired.append(time.perf_counter())
+
+    first.register_hook(slow)
     images, labels = next(batches(rank, 1))
     nn.functional.cross_entropy(model(images), labels).backward()
     optimizer.step()

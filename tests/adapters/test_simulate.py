@@ -158,7 +158,7 @@ def test_dgc_takes_the_optimizers_momentum_over_for_every_worker():
     buffer = optimizer.state[model[6].weight]["momentum_buffer"].clone()
     sim = tw.simulate(model, tw.DGC(density=0.05), workers=3, optimizer=optimizer)
     for handle in sim.handles:
-        held = handle.pipeline.roster.held("6.weight", "momentum")
+        held = handle.reducer.assignments.held("6.weight", "momentum")
         assert held is not None and torch.equal(held, buffer)
     assert optimizer.param_groups[0]["momentum"] == 0
     sim.close()
@@ -204,7 +204,10 @@ def test_hundreds_of_workers_of_a_small_model():
         ({"graph": "yes"}, "graph is 'yes'"),
         ({"model": 3}, "model is 3; it must be a torch.nn.Module"),
         ({"method": tw.DGC(density=0.1)}, "DGC applies momentum before compression"),
-        ({"method": tw.TopK(exchange=tw.Hierarchical(per_host=2)), "workers": 3}, "per_host is 2"),
+        (
+            {"method": tw.TopK(exchange=tw.exchange.Hierarchical(per_host=2)), "workers": 3},
+            "per_host is 2",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(settings, sentence):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.observe.metrics import NoMetrics
 from thinwire.recipes.checkpoints import Checkpoints
 from thinwire.recipes.examples import DataOptions
 from thinwire.recipes.loop import Run, Trainer
 from thinwire.recipes.parallel import ProcessWorkers, Workers
 from thinwire.recipes.simulated import SimulatedWorkers
 from thinwire.recipes.tasks import find_task
+from thinwire.tools.metrics import NoMetrics
 
 CPU = torch.device("cpu")
 METHODS = {

@@ -65,10 +65,22 @@ def test_workers_that_see_the_same_disagree_in_nothing():
     assert measure_xi(sim) == {"weight": 0.0}
 
 
-def test_methods_without_an_exact_selection_are_refused():
-    sim = tw.simulate(nn.Linear(20, 12), tw.GaussianK(density=0.1, dense_fallback=False), workers=2)
+@pytest.mark.parametrize(
+    "method", [tw.GaussianK, tw.SIDCo, tw.ChunkTopK, tw.OkTopK, tw.RandomK], ids=str
+)
+def test_any_method_that_chooses_has_a_xi(method):
+    sim = tw.simulate(nn.Linear(20, 12), method(density=0.1, dense_fallback=False), workers=2)
+    backward(sim, same=True)
+    # The same on both: nobody disagrees.
+    assert measure_xi(sim) == {"weight": pytest.approx(0.0, abs=1e-6)}
     backward(sim)
-    with pytest.raises(UsageError, match="method is GaussianK"):
+    assert measure_xi(sim)["weight"] >= 0
+
+
+def test_methods_that_do_not_choose_are_refused():
+    sim = tw.simulate(nn.Linear(20, 12), tw.PowerSGD(rank=1, dense_fallback=False), workers=2)
+    backward(sim)
+    with pytest.raises(UsageError, match="method is PowerSGD, for which there is no xi"):
         measure_xi(sim)
 
 
@@ -126,6 +138,7 @@ def test_a_dry_run_shows_the_settings_and_starts_nothing(tmp_path, capsys):
     assert not out.exists()
 
 
-def test_other_methods_are_refused_by_name(capsys):
-    assert main(["analyse", "convergence", "digits", "--methods", "dgc"]) == 2
-    assert "methods is 'dgc'; it must be topk, adtopk or both" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["dgc", "powersgd", "dense"])
+def test_other_methods_are_refused_by_name(name, capsys):
+    assert main(["analyse", "convergence", "digits", "--methods", name]) == 2
+    assert f"methods names '{name}', for which there is no xi" in capsys.readouterr().err

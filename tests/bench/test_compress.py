@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,13 +13,14 @@ from thinwire.bench.compress_anchors import ANCHORS, GlobalTopK, PerTensor, RowT
 from thinwire.bench.compress_fleet import DECODE, ENCODE, Fleet
 from thinwire.bench.compress_layout import describe_model, keep_compressible, lay_out_buckets
 from thinwire.bench.compress_plots import draw_selection
-from thinwire.bench.compress_rows import FAILED, FLOOR, OK, read_rows
+from thinwire.bench.compress_rows import FLOOR, read_rows
 from thinwire.bench.compress_timing import Stopwatch, time_laps
 from thinwire.bench.models import Workload
 from thinwire.cli import main
 from thinwire.errors import UsageError
 from thinwire.layout import describe_module
-from thinwire.methods.registry import METHODS, MethodOptions, build_method
+from thinwire.tools.books import FAILED, OK
+from thinwire.tools.methods import METHODS, build_method, keep_taken
 
 CPU = torch.device("cpu")
 QUICK = CompressSettings(repeats=3, seconds=0.05, tensors=False)
@@ -70,7 +69,7 @@ def test_buckets_are_those_of_ddp(pools, bucket_mb):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_lap_is_a_whole_exchange_of_every_method(name):
     infos = [info for _, info in describe_module(mixed(CPU, 1).model).values()]
-    method = build_method(name, MethodOptions(density=0.05))
+    method = build_method(name, keep_taken(name, density=0.05))
     fleet = Fleet(infos, method, world=3, device=CPU, bucket_mb=0.02)
     watch = Stopwatch(CPU)
     for _ in range(3):
@@ -236,11 +235,3 @@ def test_wrong_options_get_one_sentence(options: str, sentence: str, capsys, tmp
 def test_unknown_anchors_are_named():
     with pytest.raises(UsageError, match="anchor is 'torch'; it must be one of torch-topk"):
         measure_compress(["small"], [0.01], "cpu", anchors=["torch"])
-
-
-def test_the_functions_need_neither_typer_nor_rich():
-    code = (
-        "import sys; sys.modules['typer'] = sys.modules['rich'] = sys.modules['matplotlib'] = None;"
-        "import thinwire.bench.compress, thinwire.bench.compress_plots"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

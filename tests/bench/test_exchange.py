@@ -5,25 +5,19 @@ import json
 
 import pytest
 
-from thinwire.bench.exchange import (
-    count_words,
-    draw_all_phases,
-    draw_words,
-    parse_numbers,
-    time_table,
-    words_table,
-    write_rows,
-)
-from thinwire.bench.exchange_cases import CASES, find_cases
+from thinwire.bench.exchange import count_words, draw_all_phases
+from thinwire.bench.exchange_cases import CASES, ExchangePlan, find_cases
 from thinwire.bench.exchange_group import measure_group
 from thinwire.bench.exchange_phases import pictured_methods, record_step, words_by_phase
+from thinwire.bench.exchange_report import draw_words, time_table, words_table, write_rows
+from thinwire.bench.ranks import run_ranks
 from thinwire.cli import main
 from thinwire.errors import UsageError
-from thinwire.observe.ledger import write_lines
+from thinwire.tools.traffic import write_lines
 
 
 def test_words_stay_inside_the_formulas(tmp_path):
-    rows, _ = count_words("all", [2, 5], [4096], 0.05, "fp32", 2)
+    rows, _ = count_words(ExchangePlan(virtual=(2, 5), count=(4096,), density=0.05, iters=2))
     assert {row["method"] for row in rows} == set(CASES)
     for row in rows:
         if row["method"] != "oktopk-published":
@@ -38,7 +32,8 @@ def test_words_stay_inside_the_formulas(tmp_path):
 
 def test_timing_on_a_group_gives_the_columns_of_nccl_tests(tmp_path):
     ledger = tmp_path / "traffic.csv"
-    rows = measure_group("dense,exclusive", 2, [2048], 0.05, "fp32", 2, ledger)
+    measured = ExchangePlan(methods="dense,exclusive", count=(2048,), density=0.05, iters=2)
+    rows = run_ranks(measure_group, 2, measured, ledger)
     assert [row["method"] for row in rows] == ["dense", "exclusive"]
     for row in rows:
         assert row["wrong"] == 0
@@ -59,9 +54,9 @@ def test_timing_on_a_group_gives_the_columns_of_nccl_tests(tmp_path):
         assert float(line["seconds"]) > 0
 
 
-def test_bad_input_gets_one_sentence():
-    with pytest.raises(UsageError, match="virtual is 'many'"):
-        parse_numbers("virtual", "many")
+def test_bad_input_gets_one_sentence(capsys):
+    assert main(["bench", "exchange", "--virtual", "many"]) == 2
+    assert "virtual is 'many'; it must be whole numbers with commas" in capsys.readouterr().err
     with pytest.raises(UsageError, match="methods is 'fast'"):
         find_cases("fast")
 
@@ -71,7 +66,10 @@ def read_ledger(path):
 
 
 def test_the_ledger_of_virtual_ranks_is_what_the_rows_say(tmp_path):
-    rows, lines = count_words("dense,oktopk", [3], [4096], 0.05, "fp32", 2)
+    measured = ExchangePlan(
+        methods="dense,oktopk", virtual=(3,), count=(4096,), density=0.05, iters=2
+    )
+    rows, lines = count_words(measured)
     write_lines(tmp_path / "traffic.csv", lines)
     for row in rows:
         run = f"{row['method']} count=4096 ranks=3"
@@ -93,13 +91,14 @@ def test_the_command_writes_the_ledger(tmp_path, capsys):
 
 
 def test_a_picture_of_every_phase(tmp_path):
-    path = draw_all_phases(4, [2048], 0.05, tmp_path)
+    measured = ExchangePlan(count=(2048,), density=0.05)
+    path = draw_all_phases(4, measured, tmp_path)
     assert path.name == "phases.png"
     assert path.stat().st_size > 0
     with pytest.raises(UsageError, match="--out"):
-        draw_all_phases(4, [2048], 0.05, None)
+        draw_all_phases(4, measured, None)
     with pytest.raises(UsageError, match="phases is 1"):
-        draw_all_phases(1, [2048], 0.05, tmp_path)
+        draw_all_phases(1, measured, tmp_path)
 
 
 def test_words_by_phase_are_the_ledgers():

@@ -11,22 +11,24 @@ import typer
 from typer.testing import CliRunner
 
 from tests.bench.step_rows import ORIGIN, fake_row
-from thinwire.bench.anchors import ANCHORS, build_step_method
-from thinwire.bench.plots import draw_plots, split_step
+from thinwire.bench.anchors import ANCHORS, GLOO_ANCHORS, build_step_method
+from thinwire.bench.plots import draw_plots, draw_rates, draw_speedup
 from thinwire.bench.rows import COLUMNS, RowBook, make_failed_row, read_rows
 from thinwire.bench.step import explain, run_cells
 from thinwire.bench.step_cell import StepCell, plan_cell, plan_grid
 from thinwire.bench.step_command import bench_step, choose_place, possible_rates
-from thinwire.bench.step_places import Attempt, LocalPlace, Place
+from thinwire.bench.step_places import STORE_VARIABLE, Attempt, LocalPlace, Place
 from thinwire.bench.step_suite import (
     ACPSGD_METHODS,
     BUCKETS_MB,
     RANKS,
-    missing_methods,
     plan_acpsgd,
 )
 from thinwire.errors import UsageError
 from thinwire.methods.powersgd import PowerSGD
+from thinwire.tools.figures import make_figure
+from thinwire.tools.palette import Styles
+from thinwire.tools.step_parts import split_step
 
 
 class NoPlace(Place):
@@ -88,7 +90,6 @@ def test_the_suite_is_the_papers_matrix_and_can_run_on_another_model() -> None:
     cells = plan_acpsgd(workers=8)
     assert {cell.model for cell in cells} == {"resnet50", "resnet152", "bert-base", "bert-large"}
     assert {cell.bucket_mb for cell in cells} == {None, *map(float, BUCKETS_MB)}
-    assert missing_methods() == []
     assert {cell.method for cell in cells} == set(ACPSGD_METHODS)
     for method in ("ddp-powersgd", "powersgd", "acpsgd"):
         assert {cell.rank for cell in cells if cell.method == method} == set(RANKS)
@@ -123,13 +124,13 @@ def test_rows_are_saved_at_once_and_never_measured_twice(tmp_path: Path) -> None
     )
 
 
-def test_failed_rows_are_kept_and_tried_again_only_if_asked(tmp_path: Path) -> None:
+def test_failed_rows_are_kept_and_tried_again(tmp_path: Path) -> None:
     cell = plan_cell("small", "ddp-powersgd")
     book = RowBook(tmp_path)
     book.add(make_failed_row(cell, "local", ORIGIN, 1.0, "it fell over"))
-    assert book.has(cell) and not book.has(cell, retry_failed=True)
+    assert not book.has(cell) and read_rows(tmp_path)[0]["note"] == "it fell over"
     book.add(fake_row(cell, 12.0))
-    assert len(book.rows) == 1 and book.has(cell, retry_failed=True)
+    assert len(book.rows) == 1 and book.has(cell)
 
 
 def test_no_cell_is_begun_when_time_is_up(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_unreadable_rows_get_a_sentence(tmp_path: Path) -> None:
 def test_the_parts_of_a_bar_add_up_to_the_step() -> None:
     for ms in (8.0, 11.0, 12.5, 40.0):
         row = fake_row(plan_cell("small", "adtopk"), ms)
-        parts = split_step(row)
+        parts = split_step(row, row["no_sync_ms"])
         assert sum(parts.values()) == pytest.approx(row["ms"])
         assert min(parts.values()) >= 0.0
 
@@ -176,7 +177,7 @@ def test_plots_come_from_rows_alone(tmp_path: Path) -> None:
 
 def test_the_command_shows_what_is_measured_already(tmp_path: Path) -> None:
     book = RowBook(tmp_path)
-    methods = [*ANCHORS, "dense", "topk"]
+    methods = [*GLOO_ANCHORS, "dense", "topk"]
     shared = {"rates": [], "workers": [2], "device": "cpu"}
     for n, cell in enumerate(plan_grid(models=["small"], methods=methods, **shared)):
         book.add(fake_row(cell, 30.0 + n))
@@ -186,7 +187,7 @@ def test_the_command_shows_what_is_measured_already(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path)], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert result.output.count("already measured") == len(methods)
-    assert "ddp-powersgd r4" in result.output and "step_time.png" in result.output
+    assert "ddp-bf16" in result.output and "step_time.png" in result.output
     assert json.loads((tmp_path / "rows.json").read_text())[0]["model"] == "small"
 
 
@@ -209,7 +210,7 @@ def test_without_root_rates_become_a_sentence(
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert possible_rates(None, None) == []
     assert capsys.readouterr().err == ""
-    assert possible_rates("10gbit", None) == []
+    assert possible_rates(("10gbit",), None) == []
     assert "need root" in capsys.readouterr().err
     assert isinstance(choose_place([], "cpu"), LocalPlace)
 
@@ -241,3 +242,34 @@ def test_the_local_place_reports_who_failed() -> None:
     assert (attempt.exit_code, attempt.output) == (1, "Error: 1\n")
     late = LocalPlace().run(plan_cell("small", "ddp"), ["sleep", "30"], timeout_s=0.2)
     assert late.exit_code == 124
+
+
+def test_local_workers_meet_in_a_folder_of_the_users_own_and_talk_over_the_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    place = f'"$(dirname ${STORE_VARIABLE})"'
+    look = f"(stat -c %a {place}; echo $GLOO_SOCKET_IFNAME$MASTER_ADDR) > {tmp_path}/$RANK"
+    attempt = LocalPlace().run(plan_cell("small", "ddp"), ["sh", "-c", look], timeout_s=20)
+    assert attempt.exit_code == 0
+    said = {path.read_text() for path in tmp_path.iterdir()}
+    assert said in ({"700\nlo\n"}, {"700\nlo0\n"})
+
+
+def test_every_point_of_a_plot_was_measured() -> None:
+    rows = [fake_row(cell, 20.0 + n) for n, cell in enumerate(grid(models=["small"]))]
+    sending = [row for row in rows if row["method"] != "noop"]
+    figure = make_figure(4, 4)
+    for draw, chosen, places in (
+        (draw_rates, [row for row in rows if row["workers"] == 4], {1.0, 10.0}),
+        (draw_speedup, [row for row in sending if row["rate"] == "1gbit"], {2, 4}),
+    ):
+        axes = figure.subplots()
+        draw(axes, chosen, Styles())
+        handles, names = axes.get_legend_handles_labels()
+        for handle, name in zip(handles, names, strict=True):
+            if name in ("ddp", "adtopk 0.01"):
+                line = handle[0] if isinstance(handle, tuple) else handle
+                assert {float(x) for x in line.get_xdata()} == places, name
+        assert {"ddp", "adtopk 0.01"} <= set(names)
+        assert axes.collections, "the spread is shown"

@@ -1,4 +1,4 @@
-"""Cluster: the pipelines of several ranks inside one process, fed with gradients by name.
+"""Cluster: the reducers of several ranks inside one process, fed with gradients by name.
 
 The contracts hold below the adapters too, and here a grid of them costs milliseconds.
 """
@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 import thinwire as tw
-from thinwire.exchange.drivers import Driver, run_virtual
-from thinwire.exchange.requests import Place, Program
+from thinwire.compress.kernel_routes import KernelRoute
+from thinwire.engine.reducer import Reducer
+from thinwire.engine.virtual import VirtualCluster
+from thinwire.kernels.cuda.prepared import PreparedKernels
 from thinwire.layout import (
     Bucket,
     BucketLayout,
@@ -21,12 +22,10 @@ from thinwire.layout import (
     SlotKind,
     contiguous_strides,
     kind_from_shape,
+    lay_out,
 )
 from thinwire.methods.base import Method
-from thinwire.observe.ledger import Ledger
-from thinwire.observe.stats import Tally
-from thinwire.pipeline import Pipeline
-from thinwire.plan.policy import Rule, make_plan
+from thinwire.plan.policy import Rule
 
 Gradients = Mapping[str, Tensor]
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -36,22 +35,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
     "head": (10, 64),
 }
-
-
-class Collector(Driver):
-    """Keeps the programs, so that those of all ranks can run in lockstep."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.programs: list[Program[Tensor]] = []
-
-    def start(
-        self, program: Program[Tensor], future: Future[Tensor] | None = None
-    ) -> Future[Tensor]:
-        self.programs.append(program)
-        return self.new_future() if future is None else future
-
-    def close(self) -> None: ...
 
 
 def parameter(
@@ -80,6 +63,8 @@ class Cluster:
         dtype: torch.dtype = torch.float32,
         policy: Sequence[Rule] = (),
         deterministic: bool = False,
+        checksum: bool = False,
+        restorable: bool = False,
         scale: Callable[[], Tensor | None] = lambda: None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -89,26 +74,26 @@ class Cluster:
         self.infos = {n: parameter(n, s, dtype) for n, s in (shapes or SHAPES).items()}
         self.policy = policy
         self.buckets = [list(self.infos)]
-        self.drivers = [Collector(Place(rank, world)) for rank in range(world)]
-        self.pipelines = [
-            Pipeline(
-                self.plan(method),
+        self.ranks = VirtualCluster(world)
+        self.reducers = [
+            Reducer(
+                self.infos,
+                method,
                 driver,
-                Tally(Ledger(world)),
                 device=self.device,
-                deterministic=deterministic,
+                policy=policy,
                 scale=scale,
+                deterministic=deterministic,
+                checksum=checksum,
+                restorable=restorable,
             )
-            for driver in self.drivers
+            for driver in self.ranks.drivers
         ]
         self._layouts: dict[tuple[str, ...], list[BucketLayout]] = {}
 
-    def plan(self, method: Method):
-        return make_plan(self.infos.values(), method, self.policy, self.world)
-
     def switch(self, method: Method) -> None:
-        for pipeline in self.pipelines:
-            pipeline.switch(self.plan(method))
+        for reducer in self.reducers:
+            reducer.switch(method, self.policy)
 
     def random(self, seed: int, factor: float = 1.0) -> list[dict[str, Tensor]]:
         """Gradients of all ranks."""
@@ -125,51 +110,45 @@ class Cluster:
         """One synchronising backward in the current bucketing; every rank's update by name."""
         updates: list[dict[str, Tensor]] = [{} for _ in range(self.world)]
         for names in self.buckets:
-            layouts = self._layout(names)
+            layouts = self.layouts_of(names)
             flats = []
             for rank in range(self.world):
                 flat = torch.zeros(layouts[rank].numel, dtype=self.dtype, device=self.device)
                 for slot in layouts[rank].slots:
                     slot.view(flat).copy_(gradients[rank][slot.name])
-                flats.append(flat)
-                self.pipelines[rank].reduce(Bucket(layouts[rank], flat))
-            results = run_virtual([driver.programs.pop() for driver in self.drivers])
-            for rank, flat in enumerate(results):
-                assert flat is flats[rank]
+                flats.append((flat, self.reducers[rank].reduce(Bucket(layouts[rank], flat))))
+            for _, future in flats:
+                if future.done():
+                    future.value()  # raises what went wrong
+            self.ranks.run()
+            for rank, (flat, future) in enumerate(flats):
+                assert future.value() is flat
                 for slot in layouts[rank].slots:
                     updates[rank][slot.name] = slot.view(flat).clone()
         return updates
 
-    def _layout(self, names: Sequence[str]) -> list[BucketLayout]:
+    def layouts_of(self, names: Sequence[str]) -> list[BucketLayout]:
+        """Of a bucket with these parameters, one per rank; the same in every step."""
         key = tuple(names)
         if key not in self._layouts:
-            slots, offset = [], 0
-            for name in names:
-                slots.append(self.infos[name].slot(offset))
-                offset += self.infos[name].numel
+            infos = [self.infos[name] for name in names]
             self._layouts[key] = [
-                BucketLayout(tuple(slots), offset, self.dtype, self.device)
-                for _ in range(self.world)
+                lay_out(infos, self.dtype, self.device) for _ in range(self.world)
             ]
         return self._layouts[key]
 
+    def rebucket(self) -> None:
+        """From now on buckets have new layouts, as after DDP has rebuilt its own."""
+        self._layouts.clear()
+
     def accepted(self, rank: int) -> dict[str, Tensor]:
         """What the rank has sent in the current step and not been given back, by name."""
-        found: dict[str, Tensor] = {}
-        pipeline = self.pipelines[rank]
-        for groups in pipeline._groups.values():
-            for compressor, group in groups:
-                for account in pipeline._book.accounts:
-                    bound = compressor.memory and compressor.memory.stores.get("residual")
-                    if bound and bound.bind(group).flat is account.c:
-                        dense = account.accepted()
-                        found.update({s.name: s.view(dense).clone() for s in group.slots})
-        return found
+        return self.reducers[rank].record.accepted()
 
     def residuals(self, rank: int) -> dict[str, Tensor]:
         """What is held back, zeros where nothing is."""
-        self.pipelines[rank].settle()
-        held = {name: self.pipelines[rank].roster.held(name, "residual") for name in self.infos}
+        self.reducers[rank].settle()
+        held = {name: self.reducers[rank].assignments.held(name, "residual") for name in self.infos}
         wide = torch.promote_types(self.dtype, torch.float32)
         return {
             name: values
@@ -177,6 +156,13 @@ class Cluster:
             else torch.zeros(self.infos[name].shape, dtype=wide, device=self.device)
             for name, values in held.items()
         }
+
+
+def kernels_of(cluster: Cluster, rank: int = 0) -> list[PreparedKernels]:
+    """The kernels of all routes that a rank has taken; none where it runs the parts they stand for."""
+    ways = [way for plan in cluster.reducers[rank].plans.values() for way in plan.ways.values()]
+    routes = [route for way in ways for route in way.routes]
+    return [route.kernels for route in routes if isinstance(route, KernelRoute)]
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

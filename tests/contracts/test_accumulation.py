@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from tests.contracts.cluster import sparse
 from tests.models import batches, make_cnn
-from thinwire.exchange.network import Network
+from thinwire.engine.network import Network
 
 loss_of = nn.functional.cross_entropy
 
@@ -101,19 +101,22 @@ def overlap_job(rank: int, world: int) -> None:
     issued: list[float] = []
     perform = Network.perform
 
-    def record(self: Network, batch: object) -> object:
+    def record(self: Network, *args: object) -> object:
         issued.append(time.perf_counter())
-        return perform(self, batch)  # type: ignore[arg-type]
+        return perform(self, *args)  # type: ignore[arg-type]
 
     Network.perform = record  # type: ignore[method-assign]
     try:
         handle = tw.attach(ddp, sparse())
         # Buckets this small would otherwise wait for each other.
-        handle.pipeline.convoy.worth_sending = 0
+        handle.reducer.coalesce_bytes = 0
         fired: list[float] = []
 
         def slow(_: torch.Tensor) -> None:
-            time.sleep(0.2)
+            # As long as a busy machine may need: the first step has one bucket, and nothing to wait for.
+            deadline = time.perf_counter() + (20 if fired else 0)
+            while not issued and time.perf_counter() < deadline:
+                time.sleep(0.01)
             fired.append(time.perf_counter())
 
         ddp.module[0].weight.register_hook(slow)

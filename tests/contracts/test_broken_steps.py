@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 import pytest
@@ -13,43 +15,63 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from tests.contracts.cluster import Cluster, Collector, sparse
-from thinwire.dense_compressor import DenseCompressor
+from tests.contracts.cluster import SHAPES, Cluster, parameter, sparse
+from thinwire.engine.drivers import ThreadDriver
+from thinwire.engine.network import Network, private_group
+from thinwire.engine.reducer import Reducer
 from thinwire.errors import ExchangeError
-from thinwire.exchange.drivers import Job, ThreadDriver, run_virtual
-from thinwire.exchange.network import Network, private_group
 from thinwire.exchange.requests import Batch
-from thinwire.layout import Bucket, BucketLayout
+from thinwire.layout import Bucket
+from thinwire.memory.base import Memory, MemoryState
+from thinwire.memory.residual import Residual, ResidualState
 from thinwire.observe.ledger import Ledger
 
 WORLD = 2
 
 
-def hand_in(cluster: Cluster, names: list[str], gradients, **options) -> list[Future[Tensor]]:
+@dataclass(frozen=True)
+class NoPaper(Memory):
+    """A memory that cannot be opened."""
+
+    def start(self) -> MemoryState:
+        return NoPaperState(Residual())
+
+
+class NoPaperState(ResidualState):
+    def compensate(self, group, gradients, scale) -> NoReturn:
+        raise OSError("no more paper")
+
+
+NO_PAPER = tw.Compose(select=tw.select.TradTopK(1.0), memory=NoPaper(), dense_fallback=False)
+
+
+def hand_in(cluster: Cluster, names: list[str], gradients) -> list[Future[Tensor]]:
     """One bucket of all ranks."""
     futures = []
-    for rank, layout in enumerate(cluster._layout(names)):
+    for rank, layout in enumerate(cluster.layouts_of(names)):
         flat = torch.zeros(layout.numel)
         for slot in layout.slots:
             slot.view(flat).copy_(gradients[rank][slot.name])
-        futures.append(cluster.pipelines[rank].reduce(Bucket(layout, flat), **options))
+        futures.append(cluster.reducers[rank].reduce(Bucket(layout, flat)))
     return futures
 
 
-def deliver(cluster: Cluster) -> None:
-    while cluster.drivers[0].programs:
-        run_virtual([driver.programs.pop(0) for driver in cluster.drivers])
+def end(cluster: Cluster) -> None:
+    """The end of the backward."""
+    for reducer in cluster.reducers:
+        reducer.flush()
+    cluster.ranks.run()
 
 
 def test_a_bucket_of_a_step_that_was_never_finished_does_not_leave_with_the_next_one():
     cluster = Cluster(WORLD, sparse())
-    for pipeline in cluster.pipelines:
-        pipeline.convoy.worth_sending = 1 << 30
+    for reducer in cluster.reducers:
+        reducer.coalesce_bytes = 1 << 30
     broken, whole = cluster.random(0), cluster.random(1)
     left_behind = hand_in(cluster, ["linear"], broken)
     first = hand_in(cluster, ["linear"], whole)
-    second = hand_in(cluster, ["head"], whole, last=True)
-    deliver(cluster)
+    second = hand_in(cluster, ["head"], whole)
+    end(cluster)
     for future in left_behind:
         with pytest.raises(ExchangeError, match="before its last bucket"):
             future.wait()
@@ -64,22 +86,16 @@ def test_a_bucket_of_a_step_that_was_never_finished_does_not_leave_with_the_next
         torch.testing.assert_close(total, fresh[name])
 
 
-def test_what_one_group_sent_returns_if_another_of_its_bucket_cannot_be_opened(monkeypatch):
-    """Dense slots are opened last: what the sparse ones took out of memory by then must be in the step's book."""
-    cluster = Cluster(WORLD, sparse())
-    names = list(cluster.infos)
+def test_what_one_group_sent_returns_if_another_of_its_bucket_cannot_be_opened():
+    """Groups are opened last to first: what one took out of memory by then must be in the step's record."""
+    cluster = Cluster(WORLD, sparse(), policy=[tw.rule("head", method=NO_PAPER)])
     gradients = cluster.random(0)
-
-    def refuse(self, step):
-        raise OSError("no more paper")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DenseCompressor, "open_fused", refuse)
-        for future in hand_in(cluster, names, gradients, last=True):
-            with pytest.raises(OSError, match="no more paper"):
-                future.wait()
-    for pipeline in cluster.pipelines:
-        assert len(pipeline._book.accounts) == 1
+    for future in hand_in(cluster, ["head", "linear"], gradients):
+        with pytest.raises(OSError, match="no more paper"):
+            future.wait()
+    for rank, reducer in enumerate(cluster.reducers):
+        assert len(reducer.record.accounts) == 1
+        assert torch.equal(cluster.residuals(rank)["linear"], gradients[rank]["linear"])
 
 
 class Late(nn.Module):
@@ -111,60 +127,49 @@ def test_a_bucket_that_is_refused_last_lets_the_others_go(pools):
     pools(2).run(unfrozen_job, timeout=30.0)
 
 
-class Stubborn(Collector):
-    """Its stream cannot be waited for."""
-
-    def hand_over(self, job: Job) -> None:
-        def refuse() -> None:
-            raise RuntimeError("the device is lost")
-
-        job(refuse)
-
-
 def test_an_error_before_a_job_begins_ends_its_bucket_and_those_that_wait():
+    """A stream that cannot be waited for."""
     cluster = Cluster(1, sparse())
-    (pipeline,) = cluster.pipelines
-    pipeline.convoy.worth_sending = 1 << 30
+    (reducer,) = cluster.reducers
+    reducer.coalesce_bytes = 1 << 30
     (waiting,) = hand_in(cluster, ["linear"], cluster.random(0))
-    pipeline.driver = Stubborn(pipeline.driver.place)
-    (refused,) = hand_in(cluster, ["head"], cluster.random(0), last=True)
+
+    def refuse(job: Callable[[], None], on_error: Callable[[Exception], None]) -> None:
+        on_error(RuntimeError("the device is lost"))
+
+    hand_over, reducer.driver.hand_over = reducer.driver.hand_over, refuse
+    (refused,) = hand_in(cluster, ["head"], cluster.random(0))
+    reducer.driver.hand_over = hand_over
     with pytest.raises(RuntimeError, match="the device is lost"):
         refused.wait()
-    deliver(cluster)
+    end(cluster)
     assert waiting.done()
 
 
 def late_error_job(rank: int, world: int) -> None:
     """A bucket that fails at once must not let the step be taken back while another one is on its way."""
-    cluster = Cluster(world, sparse())
+    infos = {name: parameter(name, SHAPES[name]) for name in ("linear", "head")}
     driver = ThreadDriver(Slow(private_group(dist.group.WORLD), Ledger(world)))
-    pipeline = cluster.pipelines[rank]
-    pipeline.driver = pipeline.convoy.driver = driver
-    layouts = [cluster._layout([name])[rank] for name in ("linear", "head")]
-    gradients = cluster.random(0)[rank]
-    flats = [gradients[layout.slots[0].name].reshape(-1).clone() for layout in layouts]
-    good = pipeline.reduce(Bucket(layouts[0], flats[0]))
-    picked, pipeline._groups_of = pipeline._groups_of, refuse_groups  # type: ignore[method-assign]
-    bad = pipeline.reduce(Bucket(layouts[1], flats[1]), last=True)
-    pipeline._groups_of = picked  # type: ignore[method-assign]
+    policy = [tw.rule("head", method=NO_PAPER)]
+    reducer = Reducer(infos, sparse(), driver, device=torch.device("cpu"), policy=policy)
+    gradients = {name: torch.randn(info.shape) for name, info in infos.items()}
+    sent = {name: gradient.clone() for name, gradient in gradients.items()}
+    good = reducer.reduce_named({"linear": sent["linear"]})
+    bad = reducer.reduce_named({"head": sent["head"]})
     with pytest.raises(OSError, match="no more paper"):
         bad.wait()
     assert not good.done()
-    pipeline.settle(discard=True)
+    reducer.settle(discard=True)
     assert good.done()
-    held = pipeline.roster.held("linear", "residual")
+    held = reducer.assignments.held("linear", "residual")
     assert held is not None and torch.equal(held, gradients["linear"])
     driver.close()
 
 
 class Slow(Network):
-    def perform(self, batch: Batch) -> list[Tensor]:
+    def perform(self, batch: Batch, what: str = "") -> list[Tensor]:
         time.sleep(0.5)
-        return super().perform(batch)
-
-
-def refuse_groups(layout: BucketLayout) -> NoReturn:
-    raise OSError("no more paper")
+        return super().perform(batch, what)
 
 
 def test_a_step_is_taken_back_when_all_of_it_has_come_to_its_end(pools):

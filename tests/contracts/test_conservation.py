@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ METHODS = {
 LOW_RANK = {
     "powersgd": lambda wire: tw.PowerSGD(rank=2, wire=wire, dense_fallback=False),
     "acpsgd": lambda wire: tw.ACPSGD(rank=2, wire=wire, dense_fallback=False),
+}
+QUANTIZED = {
+    f"quantized {bits}": partial(tw.Quantized, bits=bits, block=32, dense_fallback=False)
+    for bits in (16, 8, 4, 2, 1, "fp8")
 }
 REBUCKETED = [["head", "scalar"], ["linear"], ["bias", "conv"]]
 
@@ -45,10 +50,12 @@ def test_accepted_plus_residual_is_c_bit_for_bit_on_every_rank(name, values, dty
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
 )
-@pytest.mark.parametrize("name", [*METHODS, *LOW_RANK])
+@pytest.mark.parametrize("name", [*METHODS, *LOW_RANK, *QUANTIZED])
 def test_updates_and_residuals_of_all_ranks_add_up_to_c(name, dtype, world):
     """A bf16 or fp16 gradient rounds the update; every rank banks that rounding."""
-    cluster = Cluster(world, {**METHODS, **LOW_RANK}[name]("bf16"), dtype=dtype)
+    known = {**METHODS, **LOW_RANK}
+    method = QUANTIZED[name]() if name in QUANTIZED else known[name]("bf16")
+    cluster = Cluster(world, method, dtype=dtype)
     for seed in range(6):
         if seed == 2:
             cluster.buckets = REBUCKETED
@@ -122,7 +129,9 @@ def test_slot_that_turns_dense_sends_what_is_held_once_and_frees_it(dtype):
     plain = cluster.step(gradients)[0]["linear"]
     expected = sum(g["linear"].float() for g in gradients) / 3
     torch.testing.assert_close(plain.float(), expected, rtol=tolerance, atol=tolerance)
-    assert all(memory.nbytes() == 0 for p in cluster.pipelines for memory in p.roster.memories())
+    assert all(
+        memory.nbytes() == 0 for p in cluster.reducers for memory in p.assignments.memories()
+    )
 
 
 def test_flush_waits_while_no_rank_has_a_gradient():
@@ -183,6 +192,6 @@ def test_switch_during_a_pending_bad_step_keeps_its_mass():
 
 
 def test_method_without_memory_holds_nothing():
-    cluster = Cluster(2, sparse(memory=tw.NoMemory()))
+    cluster = Cluster(2, sparse(memory=tw.memory.NoMemory()))
     cluster.step(cluster.random(0))
     assert not any(r.any() for r in cluster.residuals(0).values())

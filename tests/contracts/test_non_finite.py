@@ -1,4 +1,5 @@
-"""Contract 3: a non-finite gradient is seen and does not poison."""
+"""Contract 3: a non-finite gradient is seen and does not poison. Here memory keeps the finite part of a bad step, which is
+`skipped="keep"`; `test_skipped_steps.py` has the rule that forgets it."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import nn
 import thinwire as tw
 from tests.contracts.adapters import ADAPTERS, make
 from tests.contracts.cluster import Cluster, same_bits, sparse
+from tests.contracts.test_broken_steps import hand_in
 from tests.models import fingerprint
 from thinwire.errors import WireError
 from thinwire.kernels.inspection import inspect_pieces
@@ -20,7 +22,9 @@ METHODS = [
     sparse("bf16"),
     tw.PowerSGD(rank=2, dense_fallback=False),
     tw.ACPSGD(rank=2, dense_fallback=False),
+    tw.Quantized(block=32, dense_fallback=False),
 ]
+ALWAYS_SPARSE = {"density": 0.05, "dense_fallback": False}
 TWO_BUCKETS = [["head", "scalar", "linear"], ["bias", "conv"]]
 
 
@@ -84,6 +88,51 @@ def test_overflow_inside_memory_is_seen_and_never_stays():
         assert all(r.isfinite().all() for r in cluster.residuals(0).values())
 
 
+OVERFLOWING: dict[str, Method] = {
+    "ADTopK": sparse(),
+    "ADTopK, memory in int8": sparse(memory=tw.memory.Residual(storage="int8")),
+    "OkTopK": tw.OkTopK(**ALWAYS_SPARSE),
+    "OkTopK, published": tw.OkTopK(thresholds="published", **ALWAYS_SPARSE),
+    "GTopK": tw.GTopK(**ALWAYS_SPARSE),
+    "TopKDSA": tw.TopKDSA(**ALWAYS_SPARSE),
+    "ExclusiveTopK": tw.ExclusiveTopK(**ALWAYS_SPARSE),
+    "cyclic leader": tw.TopK(exchange=tw.exchange.CyclicLeader(), **ALWAYS_SPARSE),
+    "hosts": tw.TopK(exchange=tw.exchange.Hierarchical(per_host=2), **ALWAYS_SPARSE),
+    "RandomK": tw.RandomK(**ALWAYS_SPARSE),
+    "ChunkTopK": tw.ChunkTopK(**ALWAYS_SPARSE),
+    "GaussianK, published": tw.GaussianK(finish="published", **ALWAYS_SPARSE),
+    "RedSync, published": tw.RedSync(finish="published", **ALWAYS_SPARSE),
+    "SignSGD": tw.SignSGD(memory=tw.memory.Residual()),
+    "Quantized": tw.Quantized(block=32, dense_fallback=False),
+    "Quantized, 2 bits": tw.Quantized(bits=2, block=32, dense_fallback=False),
+    "Quantized, hosts": tw.Quantized(block=32, per_host=2, dense_fallback=False),
+    "PowerSGD": tw.PowerSGD(rank=2, dense_fallback=False),
+}
+
+
+@pytest.mark.parametrize("place", [0, 200, -1])
+@pytest.mark.parametrize("breaks_off", [False, True])
+@pytest.mark.parametrize("method", OVERFLOWING.values(), ids=OVERFLOWING.keys())
+def test_an_overflow_never_stays_wherever_it_is_and_however_the_step_ends(
+    method, place, breaks_off
+):
+    """What is held and the gradient are finite, and their sum is not."""
+    cluster = Cluster(4, method)
+    gradients = cluster.random(0)
+    held = torch.zeros(cluster.infos["linear"].shape)
+    held.view(-1)[place] = gradients[2]["linear"].view(-1)[place] = 3e38
+    assert cluster.reducers[2].assignments.write_memory("linear", "residual", held)
+    if breaks_off:
+        hand_in(cluster, list(cluster.infos), gradients)
+        for reducer in cluster.reducers:
+            reducer.settle(discard=True)
+    else:
+        for update in cluster.step(gradients):
+            assert update["linear"].isnan().all()
+    for rank in range(4):
+        assert all(held.isfinite().all() for held in cluster.residuals(rank).values())
+
+
 def test_overflow_inside_a_flush_is_seen_and_never_stays():
     cluster = Cluster(2, sparse("fp32"))
     gradients = cluster.random(0)
@@ -105,8 +154,8 @@ def test_discarded_step_returns_everything_even_after_somebody_looked():
         for rank in range(2):
             if look:
                 cluster.residuals(rank)
-            cluster.pipelines[rank].settle(discard=True)
-            cluster.pipelines[rank].settle(discard=True)
+            cluster.reducers[rank].settle(discard=True)
+            cluster.reducers[rank].settle(discard=True)
             for name in ("conv", "linear", "head"):
                 expected = before[rank][name] + gradients[rank][name]
                 assert same_bits(cluster.residuals(rank)[name], expected)
@@ -123,7 +172,7 @@ def test_discarded_flush_is_repeated(look):
     for rank in range(2):
         if look:
             assert not cluster.residuals(rank)["linear"].any()
-        cluster.pipelines[rank].settle(discard=True)
+        cluster.reducers[rank].settle(discard=True)
     assert same_bits(cluster.residuals(0)["linear"], held + gradients[0]["linear"])
     cluster.step(cluster.random(2))
     assert not cluster.residuals(0)["linear"].any()
@@ -176,14 +225,17 @@ def two_layers() -> nn.Sequential:
 WATCHED = ("0.weight", "2.weight")
 
 
-def scaler_job(rank: int, world: int, adapter: str, overflow: str, method: Method) -> tuple:
+def scaler_job(
+    rank: int, world: int, adapter: str, overflow: str, method: Method, skipped: str
+) -> tuple:
     """Nine steps under a scaler that grows; the fifth overflows in one element of the last layer."""
     model = two_layers()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
     plain = torch.optim.SGD(model.parameters(), lr=0.05)
     applied = []
     plain.register_step_post_hook(lambda *_: applied.append(step))
-    module, optimizer, handle = make(adapter, model, plain, method, bucket_kb=4, grad_scaler=scaler)
+    options = {"grad_scaler": scaler, "skipped": skipped}
+    module, optimizer, handle = make(adapter, model, plain, method, bucket_kb=4, **options)
     generator = torch.Generator().manual_seed(rank)
     local: dict[str, torch.Tensor] = {}
     for name in WATCHED:
@@ -205,9 +257,13 @@ def scaler_job(rank: int, world: int, adapter: str, overflow: str, method: Metho
         scaler.update()
         scales.append(scaler.get_scale())
         for name in WATCHED:
-            c = before[name] + torch.where(local[name].isfinite(), local[name], 0) / scale
+            c, held = before[name], handle.residual(name).double()
+            if skipped == "keep" or step in applied:
+                c = c + torch.where(local[name].isfinite(), local[name], 0) / scale
+            else:
+                assert torch.equal(held, c), "a skipped step leaves no trace"
             sent = model.get_parameter(name).grad.double() if step in applied else 0 * c
-            books.append((c, sent, handle.residual(name).double()))
+            books.append((c, sent, held))
     handle.close()
     return fingerprint(model), applied, scales, books
 
@@ -219,13 +275,16 @@ SCALED = [
 ]
 
 
+@pytest.mark.parametrize("skipped", ["forget", "keep"])
 @pytest.mark.parametrize(
     ("adapter", "overflow", "method"),
     SCALED,
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_grad_scaler_skips_everywhere_and_loses_nothing(pools, adapter, overflow, method):
-    results = pools(2).run(scaler_job, adapter, overflow, method)
+def test_grad_scaler_skips_everywhere_and_loses_nothing_else(
+    pools, adapter, overflow, method, skipped
+):
+    results = pools(2).run(scaler_job, adapter, overflow, method, skipped)
     assert results[0][:3] == results[1][:3]
     _, applied, scales, _ = results[0]
     assert applied == [0, 1, 2, 3, 5, 6, 7, 8]

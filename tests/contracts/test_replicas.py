@@ -9,6 +9,7 @@ import torch
 
 import thinwire as tw
 from tests.contracts.adapters import ADAPTERS, make
+from tests.lanes import slow
 from tests.models import batches, fingerprint, make_cnn, train
 
 # Both selections, a narrow dense part and plain dense slots side by side in one model.
@@ -70,8 +71,13 @@ def test_replicas_of_low_rank_methods_are_bit_identical_after_each_step(pools, a
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize(
+    ("adapter", "world"),
+    [
+        *(("ddp", 3), *(slow("ddp", world) for world in (1, 2, 4))),
+        *(slow("optimizer", world) for world in (1, 2, 3, 4)),
+    ],
+)
 def test_replicas_are_bit_identical_after_each_of_200_steps(pools, adapter, world):
     results = pools(world).run(replicas_job, adapter)
     assert len(set(results[0])) == 200, "the parameters must move"

@@ -81,9 +81,9 @@ def test_bytes_per_step_are_those_of_the_counted_steps_after_a_resume(pools):
 def test_counts_do_not_pile_up_while_buckets_and_densities_change():
     cluster = Cluster(2, tw.GaussianK(density=0.05, dense_fallback=False))
     for step in range(6):
-        cluster._layouts.clear()
+        cluster.rebucket()
         cluster.switch(tw.GaussianK(density=0.05 + 0.01 * step, dense_fallback=False))
         cluster.step(cluster.random(step))
-    tally = cluster.pipelines[0].tally
-    assert len(tally._uncounted) == 1
+    tally = cluster.reducers[0].tally
+    assert len(tally.uncounted) == 1
     assert tally.stats(6, 0).parameters["linear"].exchanges == 6

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from thinwire.compressor import GroupStep, Opened, SparseCompressor
+from thinwire.compress import GroupStep, Opened, Terms
+from thinwire.compress.sparse import SparseCompressor
+from thinwire.engine.virtual import run_virtual
 from thinwire.exchange.base import Exchange, Outcome
-from thinwire.exchange.drivers import run_virtual
 from thinwire.exchange.requests import Place
-from thinwire.layout import BucketLayout, ParameterInfo, SlotKind, contiguous_strides
+from thinwire.layout import BucketLayout, Group, ParameterInfo, SlotKind, contiguous_strides
 from thinwire.memory.residual import Residual
 from thinwire.observe.ledger import Ledger, Traffic
-from thinwire.plan.groups import Group
 from thinwire.select.base import Selector
 from thinwire.select.topk import TradTopK
 from thinwire.wire.codec import Flags
@@ -73,7 +73,6 @@ class Ranks:
     density: float = 0.01
     values: str = "fp32"
     select: Selector | None = None
-    deterministic: bool = True
     names: Sequence[str] = ()
     dtype: torch.dtype = torch.float32
     per_host: int | None = None
@@ -94,10 +93,16 @@ class Ranks:
             )
             for _ in range(self.world)
         ]
+        # Not aligned: the parts themselves are tested here, whatever the device.
+        self.plans = [
+            one.plan(self.group, Terms(Place(rank, self.world), self.dtype, aligned=False))
+            for rank, one in enumerate(self.compressors)
+        ]
+        self.routes = [{} for _ in self.plans]
 
     @property
     def k(self) -> int:
-        rows = [self.compressors[0].session.rows(slot, None) for slot in self.group.slots]
+        rows = [self.compressors[0].session.selector.rows(slot) for slot in self.group.slots]
         return sum(r.entries for r in rows)
 
     def residual(self, rank: int) -> Tensor:
@@ -136,16 +141,14 @@ class Ranks:
         """One rank's program of the next step."""
         pieces = list(gradient.clone().split([slot.numel for slot in self.group.slots]))
         seen = torch.stack([piece.any() for piece in pieces]) if had is None else had
-        step = GroupStep(
-            group=self.group,
-            gradients=pieces,
-            flags=Flags(torch.full((), bad, device=self.device), seen),
-            steps=[self.steps] * len(pieces),
-            scale=None,
-            place=Place(rank, self.world),
-            deterministic=self.deterministic,
-        )
-        return self.compressors[rank].open(step)
+        counts = [self.steps] * len(pieces)
+        plan = self.plans[rank]
+        modes = plan.begin(counts)
+        routes = self.routes[rank]
+        if modes not in routes:
+            routes[modes] = plan.route(modes)
+        flags = Flags(torch.full((), bad, device=self.device), seen)
+        return routes[modes].begin(flags, pieces, GroupStep(gradient, counts, None))
 
     def flat(self, gradient: Tensor) -> Tensor:
         """A gradient in the group's own layout."""

@@ -6,14 +6,14 @@ import torch
 from tests.exchange.ranks import Ranks, gradients
 from thinwire.exchange.agreed import CyclicLeader
 from thinwire.exchange.exclusive import Exclusive, Parts, RowCut
-from thinwire.select.rows import RowTable
+from thinwire.layout import RowTable
 from thinwire.select.topk import AllDimensionTopK
 
 CPU = torch.device("cpu")
 
 
 def table_of(ranks: Ranks) -> RowTable:
-    rows = [ranks.compressors[0].session.rows(slot, None) for slot in ranks.group.slots]
+    rows = [ranks.compressors[0].session.selector.rows(slot) for slot in ranks.group.slots]
     return RowTable(rows, ranks.group.numel)
 
 
@@ -28,11 +28,28 @@ def test_parts_tile_every_slot_and_share_out_its_entries(world, select):
         assert sum(cut.entries(part) for part in range(world)) <= rows.entries
         for part in range(world):
             if isinstance(cut, RowCut):
-                cut.rows_of(part, 0).matrix(marks).add_(1)
+                cut.parts[part].matrix(marks).add_(1)
             else:
-                places = cut.positions(torch.arange(cut.rows_of(part, 0).length), part)
-                marks[places[places >= 0]] += 1
+                places = cut.starts[part][:, None] + torch.arange(cut.block)
+                assert places.numel() == cut.rows_of(part, 0).length
+                marks[places[places < cut.end]] += 1
     assert all(bool((slot.span(marks) == 1).all()) for slot in ranks.group.slots)
+
+
+def test_a_sample_knows_where_its_elements_come_from():
+    table = table_of(Ranks(Exclusive(), 1, [(300, 70), (7, 96), (5,), (40, 50)], 0.05))
+    parts = Parts(table, 4, CPU)
+    c = torch.arange(1.0, table.numel + 1)
+    for part in range(4):
+        (sample,) = parts._cut_samples((part,) * 4)
+        taken, table_of_sample = sample.take(c), sample.table
+        for which, rows in enumerate(table_of_sample.rows):
+            span = table_of_sample.slot_slice(which)
+            for index in {0, rows.length // 3, rows.length - 1}:
+                indices = torch.zeros(table_of_sample.entries, dtype=torch.int64)
+                indices[span] = index
+                place = sample.positions(indices)[span][0]
+                assert taken[rows.slot.offset + index] == (c[place] if place >= 0 else 0)
 
 
 def test_every_rank_visits_every_part():
@@ -59,7 +76,7 @@ def test_rows_select_what_the_whole_selection_would():
     step = ranks.step(gradients("normal", world, 2000))
     cut = Parts(table_of(ranks), world, CPU)
     for rank in range(world):
-        part = cut.cuts[0].rows_of((cut.turns([0])[0] + rank) % world, 0)
+        part = cut.cuts[0].parts[(cut.turns([0])[0] + rank) % world]
         mine = part.matrix(step.before[rank]).abs().topk(part.keep).indices.sort().values
         won = part.matrix(step.update) != 0
         assert torch.equal(won.nonzero()[:, 1].view(mine.shape), mine)

@@ -8,13 +8,14 @@ from torch import Tensor
 
 import thinwire as tw
 from tests.contracts.cluster import Cluster, parameter, same_bits, sparse
+from thinwire.engine.drivers import run_inline
+from thinwire.engine.network import Network
+from thinwire.engine.virtual import run_virtual
 from thinwire.exchange.base import Exchange, Offer
-from thinwire.exchange.drivers import run_inline, run_virtual
-from thinwire.exchange.network import Network
 from thinwire.exchange.requests import Place, Program
+from thinwire.layout import RowTable
 from thinwire.memory.account import Account
 from thinwire.observe.ledger import Ledger
-from thinwire.select.rows import RowTable
 from thinwire.select.topk import AllDimensionTopK
 from thinwire.wire.codec import Codec, Flags
 from thinwire.wire.indices import INDEX_CODES
@@ -36,7 +37,7 @@ def make_program(
     flags = Flags(torch.tensor(False), torch.tensor([True]))
     offer = Offer(
         account,
-        lambda: selector.pick(account.c, codec.table),
+        selector.session().turn(None),
         codec,
         flags,
         Place(rank, world),
@@ -63,7 +64,7 @@ def test_both_gathers_equal_the_dense_reference_bit_for_bit(world, values):
     for keep in {1, 24 // world, 24 // world - 1, 24}:
         keep = max(keep, 1)
         results = []
-        for exchange in (tw.AllGather(), tw.AllGatherFast()):
+        for exchange in (tw.exchange.AllGatherPlain(), tw.exchange.AllGather()):
             made = [make_program(exchange, rank, world, keep, values) for rank in range(world)]
             outcomes = run_virtual([program for program, _, _ in made])
             assert all(same_bits(o.update, outcomes[0].update) for o in outcomes)
@@ -76,7 +77,7 @@ def test_both_gathers_equal_the_dense_reference_bit_for_bit(world, values):
 
 def gloo_job(rank: int, world: int) -> list[bytes]:
     updates = []
-    for exchange in (tw.AllGather(), tw.AllGatherFast()):
+    for exchange in (tw.exchange.AllGatherPlain(), tw.exchange.AllGather()):
         program, _, _ = make_program(exchange, rank, world, 24 // world, "bf16")
         network = Network(torch.distributed.group.WORLD, Ledger(world))
         updates.append(run_inline(program, network).update.numpy().tobytes())
@@ -85,7 +86,10 @@ def gloo_job(rank: int, world: int) -> list[bytes]:
 
 @pytest.mark.parametrize("world", [3, 4])
 def test_gloo_gives_the_bits_of_virtual_ranks(pools, world):
-    made = [make_program(tw.AllGather(), rank, world, 24 // world, "bf16") for rank in range(world)]
+    made = [
+        make_program(tw.exchange.AllGatherPlain(), rank, world, 24 // world, "bf16")
+        for rank in range(world)
+    ]
     expected = run_virtual([program for program, _, _ in made])[0].update.numpy().tobytes()
     assert all(result == [expected] * 2 for result in pools(world).run(gloo_job))
 

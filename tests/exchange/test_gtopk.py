@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.exchange.ranks import Ranks, check_step, gradients
+from thinwire.errors import UsageError
 from thinwire.exchange.tree import TreeMerge
 from thinwire.methods.gtopk import GTopK
 
@@ -54,3 +57,11 @@ def test_result_does_not_depend_on_the_bucketing():
 def test_the_setting_reaches_the_exchange():
     assert GTopK(conserve=True).exchange == TreeMerge(conserve=True)
     assert GTopK().exchange == TreeMerge(conserve=False)
+
+
+def test_an_exchange_that_conserves_is_kept():
+    method = GTopK(exchange=TreeMerge(conserve=True))
+    assert method.exchange == TreeMerge(conserve=True) and method.conserve
+    assert replace(GTopK(), conserve=True).exchange == TreeMerge(conserve=True)
+    with pytest.raises(UsageError, match=r"conserve is True and exchange is TreeMerge"):
+        GTopK(conserve=True, exchange=TreeMerge(conserve=False))

@@ -7,21 +7,20 @@ import torch.distributed as dist
 from tests.exchange.ranks import Ranks, check_step, gradients
 from thinwire.errors import UsageError
 from thinwire.exchange.agreed import CyclicLeader
+from thinwire.exchange.all_gather import AllGather
 from thinwire.exchange.dsa import SplitGather
 from thinwire.exchange.exclusive import Exclusive
-from thinwire.exchange.gather import AllGatherFast
 from thinwire.exchange.hierarchy import Hierarchical, Shards, cut, shard_positions, shard_rows
 from thinwire.exchange.requests import Place
 from thinwire.exchange.reused import ReusedThresholds
 from thinwire.exchange.split import SplitReduce
 from thinwire.exchange.tree import TreeMerge
-from thinwire.layout import Shard, Slot, SlotKind
+from thinwire.layout import RowTable, Shard, Slot, SlotKind
 from thinwire.select.interleave import Interleaved
-from thinwire.select.rows import RowTable
 from thinwire.select.topk import AllDimensionTopK, TradTopK
 
 OUTER = {
-    "gather": AllGatherFast(),
+    "gather": AllGather(),
     "split": SplitReduce(),
     "reused": ReusedThresholds(tau=2, tau_prime=2),
     "exclusive": Exclusive(),
@@ -46,7 +45,7 @@ def test_every_exchange_can_be_the_outer_part(outer, per_host):
 @pytest.mark.parametrize("per_host", [2, 3])
 def test_shards_tile_the_group_by_whole_rows(per_host):
     ranks = Ranks(SplitReduce(), 1, SHAPES, select=AllDimensionTopK(0.05))
-    rows = [ranks.compressors[0].session.rows(slot, None) for slot in ranks.group.slots]
+    rows = [ranks.compressors[0].session.selector.rows(slot) for slot in ranks.group.slots]
     shards = Shards(RowTable(rows, ranks.group.numel), rows, per_host, torch.device("cpu"))
     seen = torch.cat(shards.positions)
     wanted = torch.cat([torch.arange(s.offset, s.offset + s.numel) for s in ranks.group.slots])
@@ -115,7 +114,7 @@ def test_interleaved_turns_leave_shards_where_they_are(axis):
 
 
 def test_dense_inside_and_full_density_between_is_the_plain_mean():
-    ranks = Ranks(Hierarchical(outer=AllGatherFast(), per_host=2), 4, [(6, 50)], 1.0, per_host=2)
+    ranks = Ranks(Hierarchical(outer=AllGather(), per_host=2), 4, [(6, 50)], 1.0, per_host=2)
     inputs = gradients("integers", 4, 300)
     assert torch.equal(ranks.step(inputs).update, sum(inputs) / 4)
 
@@ -151,7 +150,7 @@ def gloo_job(rank, world, per_host):
     if rank >= 2 * per_host:
         return None
     prints = []
-    outers = (SplitReduce(), Exclusive(), AllGatherFast())
+    outers = (SplitReduce(), Exclusive(), AllGather())
     for outer in outers[: 3 if per_host == 2 else 1]:
         ddp = DistributedDataParallel(make_cnn(), bucket_cap_mb=0.02, process_group=group)
         method = tw.TopK(density=0.02, exchange=Hierarchical(outer=outer, per_host=per_host))

@@ -5,9 +5,9 @@ import torch
 
 from tests.exchange.ranks import Ranks, check_step, gradients
 from thinwire.exchange import dsa, uneven
+from thinwire.exchange.all_gather import AllGather
 from thinwire.exchange.dsa import SplitGather
 from thinwire.exchange.exclusive import Exclusive
-from thinwire.exchange.gather import AllGatherFast
 from thinwire.exchange.split import SplitReduce
 from thinwire.exchange.uneven import Entries
 from thinwire.methods.gaussiank import GaussianK
@@ -22,7 +22,7 @@ def phases(step) -> set[str]:
 def test_sends_what_an_all_gather_sends(world, density):
     """Both keep everything that was sent, added in rank order: the same bits, whether dense or sparse."""
     one, other = (
-        Ranks(e, world, [(900,), (30, 30)], density) for e in (SplitGather(), AllGatherFast())
+        Ranks(e, world, [(900,), (30, 30)], density) for e in (SplitGather(), AllGather())
     )
     for seed in range(3):
         inputs = gradients("heavy tail", world, one.numel, seed)

@@ -9,13 +9,14 @@ import pytest
 
 from tests.exchange.ranks import KINDS, Ranks, gradients
 from thinwire.exchange.agreed import CyclicLeader
+from thinwire.exchange.all_gather import AllGather
 from thinwire.exchange.dsa import SplitGather
 from thinwire.exchange.exclusive import Exclusive
-from thinwire.exchange.gather import AllGatherFast
 from thinwire.exchange.reused import ReusedThresholds
 from thinwire.exchange.split import SplitReduce
 from thinwire.exchange.tree import TreeMerge
-from thinwire.observe.ledger import COLUMNS, Ledger, write_ledger
+from thinwire.observe.ledger import Ledger
+from thinwire.tools.traffic import COLUMNS, write_ledger
 
 WORD = 4
 
@@ -59,7 +60,7 @@ def test_baselines_send_what_their_papers_say():
     def one(exchange) -> Ranks:
         return Ranks(exchange, world, [(n,)], density)
 
-    gather = one(AllGatherFast()).step(inputs)
+    gather = one(AllGather()).step(inputs)
     assert worst(gather) == 2 * k * (world - 1)
     tree = one(TreeMerge()).step(inputs)
     root = tree.traffic[0]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
 
-from thinwire import dense_compressor, fused
-from thinwire.kernels import inspection
-from thinwire.kernels.cuda.launch import has_kernels
+import pytest
+import torch
+
+from tests.kernels.cpu_compiler import Switch, switch
+from thinwire.kernels.cuda.toolchain import kernels_for
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def kernels() -> Iterator[Switch]:
     """`kernels(False)` goes to the parts, `kernels(True)` back to the kernels."""
-
-    def switch(on: bool) -> None:
-        for module in (dense_compressor, fused, inspection):
-            monkeypatch.setattr(module, "has_kernels", lambda device: on and has_kernels(device))
-
-    return switch
+    with switch("cuda", kernels_for(torch.device("cuda", 0))) as made:
+        yield made

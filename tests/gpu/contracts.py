@@ -22,7 +22,7 @@ from torch.nn.utils import parameters_to_vector
 import thinwire as tw
 from tests.gpu.seats import Check, Seat, Skip, make_method, run_script
 from tests.models import batches, make_cnn
-from thinwire.methods.registry import METHODS
+from thinwire.tools.methods import METHODS
 
 STEPS = 12
 MOMENTUM = 0.9
@@ -84,7 +84,7 @@ class Training:
         """What memory alone would hand to selection now: residual + momentum x the momentum kept here."""
         due = {}
         for name, held in self.held().items():
-            momentum = self.handle.pipeline.roster.held(name, "momentum")
+            momentum = self.handle.reducer.assignments.held(name, "momentum")
             due[name] = held.double() + (0.0 if momentum is None else MOMENTUM * momentum.double())
         return due
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,12 +28,14 @@ from torch.nn.utils import parameters_to_vector
 
 import thinwire as tw
 from tests.gpu.seats import Check, Seat, make_method, run_script
-from thinwire.exchange.drivers import Driver, Job
+from thinwire.engine import Driver
+from thinwire.engine.device_drivers import DRIVERS
 from thinwire.exchange.requests import (
     EVERYONE,
-    AllGather,
     AllToAll,
     Batch,
+    Gather,
+    Place,
     Program,
     Request,
     Swap,
@@ -81,9 +84,9 @@ class Inspector:
         except StopIteration as finished:
             return finished.value
 
-    def _stamp(self, request: Request, place: Sequence[int]) -> AllGather:
+    def _stamp(self, request: Request, place: Sequence[int]) -> Gather:
         words = [torch.full((1,), number, device=request.tensor.device) for number in place]
-        return AllGather(torch.cat([*words, self.checksums(rows_of(request))]), "stamp")
+        return Gather(torch.cat([*words, self.checksums(rows_of(request))]), "stamp")
 
     def _compare(self, batch: Batch, replies: list[Tensor], stamps: list[Tensor]) -> None:
         checked = [pair for pair in zip(batch, replies, strict=True) if is_checked(pair[0])]
@@ -133,7 +136,7 @@ class Inspector:
 
 def is_checked(request: Request) -> bool:
     """Requests whose tensors arrive as they are."""
-    return isinstance(request, AllGather | AllToAll | Swap) and request.scope == EVERYONE
+    return isinstance(request, Gather | AllToAll | Swap) and request.scope == EVERYONE
 
 
 def rows_of(request: Request) -> Tensor:
@@ -149,24 +152,45 @@ class WatchedDriver(Driver):
     def __init__(self, driver: Driver, inspector: Inspector) -> None:
         self.driver = driver
         self.place = driver.place
+        self.ledger = driver.ledger
         self.inspector = inspector
+
+    def place_of(self, scope: str) -> Place:
+        return self.driver.place_of(scope)
+
+    def agree(self, settings: dict[str, str]) -> None:
+        self.driver.agree(settings)
+
+    def add_hosts(self, per_host: int) -> None:
+        self.driver.add_hosts(per_host)
 
     def new_future(self) -> Future[Tensor]:
         return self.driver.new_future()
 
-    def hand_over(self, job: Job) -> None:
-        self.driver.hand_over(job)
+    def hand_over(self, job: Callable[[], None], on_error: Callable[[Exception], None]) -> None:
+        self.driver.hand_over(job, on_error)
 
     def catch_up(self) -> None:
         self.driver.catch_up()
 
     def start(
-        self, program: Program[Tensor], future: Future[Tensor] | None = None
+        self, program: Program[Tensor], future: Future[Tensor] | None = None, what: str = ""
     ) -> Future[Tensor]:
-        return self.driver.start(self.inspector.watched(program), future)
+        return self.driver.start(self.inspector.watched(program), future, what)
 
     def close(self) -> None:
         self.driver.close()
+
+
+@contextmanager
+def watched_drivers(device_type: str, inspector: Inspector) -> Iterator[None]:
+    """Handles made inside have their programs watched."""
+    usual = DRIVERS[device_type]
+    DRIVERS[device_type] = lambda *args: WatchedDriver(usual(*args), inspector)
+    try:
+        yield
+    finally:
+        DRIVERS[device_type] = usual
 
 
 def make_layers() -> nn.Sequential:
@@ -181,10 +205,9 @@ def check_race(seat: Seat, name: str, steps: Callable[[str], int]) -> str:
     """No payload differs from its stamp, and all ranks hold the same bits at the end."""
     ddp = DistributedDataParallel(make_layers().to(seat.device), bucket_cap_mb=BUCKET_MB)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
-    handle = tw.attach(ddp, make_method(name), optimizer=optimizer)
     inspector = Inspector(seat)
-    handle.pipeline.driver = WatchedDriver(handle.pipeline.driver, inspector)
-    handle.pipeline.convoy.driver = handle.pipeline.driver
+    with watched_drivers(seat.device.type, inspector):
+        handle = tw.attach(ddp, make_method(name), optimizer=optimizer)
     generator = torch.Generator(seat.device).manual_seed(seat.rank)
     count = steps(name)
     for step in range(count):

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.methods.registry import METHODS, MethodOptions, build_method
-from thinwire.observe.files import write_text
+from thinwire.tools.files import write_text
+from thinwire.tools.methods import METHODS, build_method, keep_taken
 
 OK = "ok"
 BROKEN = "broken"
@@ -38,8 +38,6 @@ EXIT_BROKEN = 1
 EXIT_AGAIN = 75
 TIMEOUT = timedelta(seconds=60)
 NOTE_LINES = 8
-OPTIONS = MethodOptions(density=0.05, rank=2)
-"""Small enough for a small model to be compressed by every method."""
 
 
 class Skip(Exception):
@@ -70,7 +68,8 @@ Check = Callable[[Seat, str], str | None]
 
 
 def make_method(name: str) -> Any:
-    return build_method(name, OPTIONS)
+    # Small enough for a small model to be compressed by every method.
+    return build_method(name, keep_taken(name, density=0.05, rank=2))
 
 
 def take_seat(device: str) -> Seat:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from tests.gpu.seats import Check, Seat, Skip, make_method, run_script
 from tests.models import batches, make_cnn
-from thinwire.methods.registry import METHODS
+from thinwire.tools.methods import METHODS
 
 LEAST_WARMUP = 3
 WATCHED_STEPS = 8

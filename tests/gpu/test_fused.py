@@ -14,7 +14,7 @@ from tests.kernels.test_fused import (
     dgc,
     find_carriers,
 )
-from tests.kernels.test_fused_giants import AGAIN, FEW, READY, SLOW, run
+from tests.kernels.test_fused_multi_block_rows import AGAIN, FEW, READY, SLOW, run
 from thinwire.methods.base import DenseMomentum
 
 pytestmark = [

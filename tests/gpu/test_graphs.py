@@ -8,8 +8,8 @@ import torch
 import thinwire as tw
 from tests.contracts.cluster import Cluster
 from tests.gpu.test_fused import LAYERS, draw
-from thinwire.compressor import SparseCompressor
-from thinwire.kernels.cuda.fused import FusedTopK
+from thinwire.compress.kernel_routes import TopKRoute
+from thinwire.kernels.cuda.fused_topk import FusedTopK
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,12 +28,10 @@ def make_kernels(method: tw.Method) -> tuple[FusedTopK, int]:
     """Those of one rank, and the size of its bucket."""
     cluster = Cluster(1, method, shapes=LAYERS, device="cuda")
     cluster.step(draw(cluster, 0))
-    (groups,) = cluster.pipelines[0]._groups.values()
-    ((compressor, group),) = groups
-    assert isinstance(compressor, SparseCompressor)
-    (kernels,) = compressor._fused._kernels.values()
-    assert isinstance(kernels, FusedTopK)
-    return kernels, max(slot.offset + slot.numel for slot in group.sources)
+    (plan,) = cluster.reducers[0].plans.values()
+    (route,) = plan.routes
+    assert isinstance(route, TopKRoute)
+    return route.kernels, max(slot.offset + slot.numel for slot in route.group.sources)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -44,7 +42,7 @@ def test_a_captured_step_gives_the_bits_of_one_that_is_not(name):
     update = torch.zeros_like(bucket)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        payload = kernels.encode(bucket, memory, None)
+        payload = kernels.encode(bucket, memory, memory, None)
         kernels.decode(payload[None], update)
     memory.zero_()
     expected_memory, expected = memory.clone(), torch.zeros_like(update)
@@ -52,7 +50,7 @@ def test_a_captured_step_gives_the_bits_of_one_that_is_not(name):
         generator = torch.Generator(device="cuda").manual_seed(step)
         bucket.copy_(torch.randn(size, device="cuda", generator=generator))
         graph.replay()
-        sent = kernels.encode(bucket, expected_memory, None)
+        sent = kernels.encode(bucket, expected_memory, expected_memory, None)
         kernels.decode(sent[None], expected)
         assert torch.equal(payload, sent)
         assert torch.equal(memory, expected_memory)

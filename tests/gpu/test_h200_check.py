@@ -48,6 +48,7 @@ def test_verdicts_become_a_summary(check):
     assert check.summarise_verdicts(verdicts[:1], "time was up.", 1)["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_the_benchmark_stage_leaves_rows_and_a_summary(tmp_path):
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--stages", "compress"]
     command += ["--models", "tests.bench.test_compress:mixed,nobody", "--methods", "topk"]

@@ -12,10 +12,10 @@ from tests.contracts.cluster import parameter
 from tests.select.data import odd_tensors
 from thinwire.bench.data import LAWS, draw
 from thinwire.bench.select import SELECTIONS
-from thinwire.compressor import GroupStep
-from thinwire.exchange.drivers import run_virtual
+from thinwire.compress import GroupStep, Terms
+from thinwire.engine.virtual import run_virtual
 from thinwire.exchange.requests import Place
-from thinwire.layout import BucketLayout
+from thinwire.layout import BucketLayout, Group, RowTable
 from thinwire.memory.clip import Clip
 from thinwire.memory.momentum import MomentumCorrection
 from thinwire.memory.residual import Residual
@@ -23,14 +23,12 @@ from thinwire.methods.base import DenseMomentum
 from thinwire.methods.chunktopk import ChunkTopK
 from thinwire.methods.dgc import DGC
 from thinwire.methods.gaussiank import GaussianK
+from thinwire.methods.quantized import Quantized
 from thinwire.methods.randomk import RandomK
 from thinwire.methods.redsync import RedSync
 from thinwire.methods.sidco import SIDCo
 from thinwire.methods.signsgd import SignSGD
 from thinwire.methods.threshold import Threshold
-from thinwire.plan.groups import Group
-from thinwire.select.rows import RowTable
-from thinwire.wire.codec import Flags
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +50,9 @@ METHODS = [
     ChunkTopK(),
     SignSGD(),
     SignSGD(memory=Residual()),
+    Quantized(bits=4),
+    Quantized(bits=1, rounding="stochastic", memory=Residual(storage="int8")),
+    Quantized(bits="fp8", rounding="stochastic"),
     GaussianK(memory=Residual(storage="bf16")),
     DenseMomentum(momentum=0.9, nesterov=True),
 ]
@@ -68,7 +69,7 @@ def no_waiting():
 
 def pick(selector, x):
     table = RowTable([selector.rows(parameter("w", x.shape).slot(0), None)], x.numel())
-    picks = selector.session().pick(x, table, [None])
+    picks = selector.session().pick(x, table)
     count = int(picks.counts[0]) if picks.counts is not None else table.entries
     return picks.indices[:count].cpu(), count
 
@@ -108,18 +109,21 @@ def test_steps_do_not_wait_for_the_device(method, world):
         groups.append(Group.of(layout, slots, torch.float32))
     flats = [torch.randn(offset, device=device) for _ in range(world)]
     good = torch.zeros((), dtype=torch.bool, device=device)
-    flags = Flags(non_finite=good, had_gradient=torch.ones(2, dtype=torch.bool, device=device))
+    # Not aligned: the parts themselves are tested here.
+    plans = [
+        one.plan(groups[rank], Terms(Place(rank, world), torch.float32, aligned=False))
+        for rank, one in enumerate(compressors)
+    ]
+    routes = [{} for _ in plans]
+
+    def open_(rank, counts):
+        modes = plans[rank].begin(counts)
+        if modes not in routes[rank]:
+            routes[rank][modes] = plans[rank].route(modes)
+        return routes[rank][modes].open(GroupStep(flats[rank], counts, None))
 
     def step(count):
-        opened = []
-        for rank in range(world):
-            pieces = groups[rank].pieces(flats[rank])
-            place = Place(rank, world)
-            opened.append(
-                compressors[rank].open(
-                    GroupStep(groups[rank], pieces, flags, [count] * 2, None, place, True)
-                )
-            )
+        opened = [open_(rank, [count] * 2) for rank in range(world)]
         outcomes = run_virtual([one.program for one in opened])
         for one in opened:
             if one.account is not None:

@@ -7,9 +7,7 @@ import torch
 
 from tests.kernels.test_pack import LAYOUTS, take_steps
 from tests.memory.test_storage import KINDS, NARROW, SIZES, draw, fill, make_group
-from thinwire.kernels.cuda.launch import has_kernels
 from thinwire.kernels.cuda.pack import PIECE
-from thinwire.memory import storage as storages
 from thinwire.memory.storage import STORAGES, PackedBinding
 
 pytestmark = [
@@ -18,14 +16,6 @@ pytestmark = [
 ]
 
 LARGE = (1 << 20, 300 * PIECE + 129, 5, 25_088 * 64)
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    def switch(on: bool) -> None:
-        monkeypatch.setattr(storages, "has_kernels", lambda device: on and has_kernels(device))
-
-    return switch
 
 
 def packed(storage, sizes, values, device, **layout):
@@ -41,10 +31,10 @@ def check(kernels, storage, sizes, values, **layout):
     for on in (True, False):
         kernels(on)
         ours = packed(storage, sizes, values, "cuda", **layout)
-        assert (ours._kernels is not None) == on
-        codes = ours.codes.view(torch.uint8).cpu()
-        assert torch.equal(codes, wanted.codes.view(torch.uint8))
-        assert torch.equal(ours.exponents.cpu(), wanted.exponents)
+        assert (ours.kernels is not None) == on
+        codes = ours.packed.codes.view(torch.uint8).cpu()
+        assert torch.equal(codes, wanted.packed.codes.view(torch.uint8))
+        assert torch.equal(ours.packed.exponents.cpu(), wanted.packed.exponents)
         assert torch.equal(ours.lift().cpu(), wanted.lift())
 
 

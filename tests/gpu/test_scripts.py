@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import contracts, race, sync_free
+from tests.gpu import contracts, hsdp, race, sync_free
 from tests.gpu.seats import (
     BROKEN,
     CRASHED,
@@ -22,8 +22,8 @@ from tests.gpu.seats import (
     read_verdicts,
     run_checks,
 )
-from thinwire.exchange.drivers import answer
-from thinwire.exchange.requests import AllGather, AllReduce, AllToAll, Swap
+from thinwire.engine.virtual import answer
+from thinwire.exchange.requests import AllToAll, Gather, Sum, Swap
 
 CPU = torch.device("cpu")
 SCRIPTS = {
@@ -112,7 +112,7 @@ def exchange(requests, spoil=None, skew: int = 0) -> list[int]:
 def requests_of(kind: str):
     torch.manual_seed(0)
     if kind == "gather":
-        return [AllGather(torch.randint(0, 255, (100,), dtype=torch.uint8)) for _ in range(3)]
+        return [Gather(torch.randint(0, 255, (100,), dtype=torch.uint8)) for _ in range(3)]
     if kind == "cross":
         return [AllToAll(torch.randn(3, 40)) for _ in range(3)]
     return [Swap(torch.randn(9), to=(r + 1) % 3, source=(r - 1) % 3) for r in range(3)]
@@ -143,5 +143,17 @@ def test_bytes_that_only_changed_places_are_counted():
 
 def test_sums_travel_without_a_stamp():
     inspector = race.Inspector(Seat(0, 1, CPU))
-    batch = next(inspector.watched(lossless(AllReduce(torch.ones(3)))))
+    batch = next(inspector.watched(lossless(Sum(torch.ones(3)))))
     assert len(batch) == 1
+
+
+def hsdp_job(rank: int, world: int, path: str) -> int:
+    book = VerdictBook(Path(path), writes=rank == 0)
+    return run_checks(Seat(rank, world, CPU), book, ["dense", "adtopk"], hsdp.CHECKS)
+
+
+@pytest.mark.slow
+def test_the_script_of_sharded_models_finds_nothing_broken_on_gloo(sharded, tmp_path):
+    path = tmp_path / "verdicts.json"
+    assert sharded.run(hsdp_job, str(path)) == [0, 0, 0, 0]
+    assert [verdict["status"] for verdict in read_verdicts(path)].count(SKIPPED) == 1

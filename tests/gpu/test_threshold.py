@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.test_fused import LAYERS, draw, tied
-from tests.kernels.test_threshold_fused import compare, method
+from tests.kernels.test_fused_threshold import compare, method
 
 pytestmark = [
     pytest.mark.gpu,

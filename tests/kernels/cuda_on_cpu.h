@@ -32,6 +32,8 @@ static inline int __float_as_int(float x) { return bits_as<int>(x); }
 static inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
 static inline float __int_as_float(int x) { return bits_as<float>(x); }
 static inline float __uint_as_float(unsigned x) { return bits_as<float>(x); }
+static inline long long __double_as_longlong(double x) { return bits_as<long long>(x); }
+static inline double __longlong_as_double(long long x) { return bits_as<double>(x); }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
@@ -41,6 +43,7 @@ template <class T> static inline void __stcg(T* to, T x) { *to = x; }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 static inline unsigned atomicAdd(unsigned* at, unsigned x) { unsigned old = *at; *at += x; return old; }
+static inline int atomicMax(int* at, int x) { int old = *at; *at = max(*at, x); return old; }
 static inline unsigned atomicExch(unsigned* at, unsigned x) { unsigned old = *at; *at = x; return old; }
 static inline unsigned atomicOr(unsigned* at, unsigned x) { unsigned old = *at; *at |= x; return old; }
 
@@ -118,6 +121,11 @@ static int __shfl_up_sync(unsigned, int x, int step) {
     int lane = running % 32;
     meet(x, [](Meeting& m) { memcpy(m.results, m.values, sizeof m.values); });
     return lane >= step ? warps[running / 32].results[lane - step] : x;
+}
+static int __shfl_xor_sync(unsigned, int x, int mask) {
+    int lane = running % 32;
+    meet(x, [](Meeting& m) { memcpy(m.results, m.values, sizeof m.values); });
+    return warps[running / 32].results[lane ^ mask];
 }
 static int __shfl_sync(unsigned, int x, int from) {
     meet(x, [](Meeting& m) { memcpy(m.results, m.values, sizeof m.values); });

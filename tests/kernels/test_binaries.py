@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import stat
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.cuda import _utils as torch_utils
 
-from thinwire.kernels.cuda import binaries
-from thinwire.kernels.cuda.launch import SOURCES, source_of
+from thinwire.kernels.cuda import binaries, cache
+from thinwire.kernels.cuda.source import SOURCES, source_of
 
 SOURCE = 'extern "C" __global__ void first(int* x) {}\nextern "C" __global__ void second(int* x) {}'
 
@@ -34,13 +35,13 @@ def compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(torch_utils, "_cuda_load_module", load)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    binaries._load.cache_clear()
+    binaries.load_for.cache_clear()
     yield names
-    binaries._load.cache_clear()
+    binaries.load_for.cache_clear()
 
 
 def new_process() -> None:
-    binaries._load.cache_clear()
+    binaries.load_for.cache_clear()
 
 
 def test_a_source_is_compiled_once_for_all_its_kernels_and_processes(compiled):
@@ -48,7 +49,7 @@ def test_a_source_is_compiled_once_for_all_its_kernels_and_processes(compiled):
     new_process()
     binaries.load_module(SOURCE)
     assert compiled == ["first"]
-    (file,) = binaries.cache_folder().iterdir()
+    (file,) = cache.cache_folder().iterdir()
     assert file.suffix == ".bin"
 
 
@@ -66,7 +67,7 @@ def test_another_device_or_torch_compiles_anew(compiled, monkeypatch):
 @pytest.mark.parametrize("content", [b"", b"cut short"])
 def test_a_damaged_file_is_replaced(compiled, content):
     binaries.load_module(SOURCE)
-    (file,) = binaries.cache_folder().iterdir()
+    (file,) = cache.cache_folder().iterdir()
     file.write_bytes(content)
     for _ in range(2):
         new_process()
@@ -89,8 +90,8 @@ def test_a_user_without_a_home_has_no_cache(compiled, monkeypatch):
 
     for name in ("THINWIRE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(binaries.Path, "home", nowhere)
-    assert binaries.cache_folder() is None
+    monkeypatch.setattr(cache.Path, "home", nowhere)
+    assert cache.cache_folder() is None
     binaries.load_module(SOURCE)
     assert compiled == ["first"]
 
@@ -101,3 +102,70 @@ def test_every_source_names_its_first_kernel():
     for file in files:
         found = binaries.KERNEL.search(source_of(str(file), ()))
         assert found is not None and f"{found[1]}(" in source_of(str(file), ())
+
+
+# -- nobody gets in ----------------------------------------------------------------------------------------------
+
+
+def test_the_folder_is_closed_to_others_and_its_files_are_checked(compiled):
+    binaries.load_module(SOURCE)
+    folder = cache.cache_folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (file,) = folder.iterdir()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    new_process()
+    binaries.load_module(SOURCE)
+    assert len(compiled) == 2
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(compiled, caplog):
+    folder = cache.cache_folder()
+    folder.mkdir()
+    folder.chmod(0o777)
+    for _ in range(2):
+        new_process()
+        binaries.load_module(SOURCE)
+    assert len(compiled) == 2 and list(folder.iterdir()) == []
+    assert "must be a folder of this user's own" in caplog.text
+
+
+def test_a_folder_that_others_could_look_into_is_closed(compiled):
+    cache.cache_folder().mkdir(mode=0o755)
+    binaries.load_module(SOURCE)
+    assert stat.S_IMODE(cache.cache_folder().stat().st_mode) == 0o700
+    assert len(list(cache.cache_folder().iterdir())) == 1
+
+
+def test_links_are_not_followed(compiled, tmp_path, monkeypatch):
+    binaries.load_module(SOURCE)
+    (file,) = cache.cache_folder().iterdir()
+    elsewhere = file.rename(tmp_path / "elsewhere")
+    file.symlink_to(elsewhere)
+    new_process()
+    binaries.load_module(SOURCE)
+    assert len(compiled) == 2 and not file.is_symlink()
+
+    link = tmp_path / "link"
+    link.symlink_to(cache.cache_folder())
+    monkeypatch.setenv("THINWIRE_CACHE", os.fspath(link))
+    new_process()
+    binaries.load_module(SOURCE)
+    assert len(compiled) == 3
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give away"
+)
+def test_what_belongs_to_somebody_else_is_not_used(compiled):
+    binaries.load_module(SOURCE)
+    (file,) = cache.cache_folder().iterdir()
+    os.chown(file, 65534, 65534)
+    new_process()
+    binaries.load_module(SOURCE)
+    assert len(compiled) == 2 and file.stat().st_uid == 0
+    os.chown(cache.cache_folder(), 65534, 65534)
+    new_process()
+    binaries.load_module(SOURCE)
+    assert len(compiled) == 3

@@ -6,34 +6,34 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.contracts.cluster import Cluster
+from tests.contracts.cluster import Cluster, kernels_of
 from tests.kernels.cpu_compiler import needs_compiler
-from tests.kernels.test_fused import adtopk, compare, kernels, random  # noqa: F401
+from tests.kernels.test_fused import adtopk, compare, random
+from tests.lanes import slow
 from thinwire.kernels.cuda.decode_parts import COLUMNS, PIECE, ROWS, cut_pieces, cut_rows
-from thinwire.kernels.cuda.fused import FusedTopK
-from thinwire.layout import Slot
-from thinwire.select.rows import SlotRows, rows_along
+from thinwire.kernels.cuda.fused_topk import FusedTopK
+from thinwire.layout import Slot, SlotRows, rows_along
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
-WORLDS = [1, 4, 7, 33, 70]
+WORLDS = [1, 4, 7, slow(33), slow(70)]
 """Fewer and more ranks than are read at once, than lanes ask for, than edges are kept of."""
 TILED = {"few entries": (600, 20), "many": (700, 5), "searched": (2100, 18), "shifted": (3,)}
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_rows_and_pieces_of_many_ranks(kernels, world):  # noqa: F811
+def test_rows_and_pieces_of_many_ranks(kernels, world):
     shapes = {"odd": (5, 7), "rows": (9, 130), "all read": (1, 9000), "searched": (1, 17_003)}
     compare(kernels, adtopk(0.02), random, shapes=shapes, steps=1, world=world)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_tiles_of_many_ranks(kernels, world):  # noqa: F811
+def test_tiles_of_many_ranks(kernels, world):
     compare(kernels, adtopk(0.03, axis=0), random, shapes=TILED, steps=1, world=world)
 
 
 @pytest.mark.parametrize("indices", ["int32", "packed"])
 @pytest.mark.parametrize("values", ["fp32", "fp16"])
-def test_codes_of_tiles_and_pieces(kernels, indices, values):  # noqa: F811
+def test_codes_of_tiles_and_pieces(kernels, indices, values):
     tiles = adtopk(0.05, axis=0, indices=indices, values=values)
     compare(kernels, tiles, random, shapes=TILED, steps=1, world=3)
     whole = tw.TopK(density=0.05, dense_fallback=False, indices=indices, values=values)
@@ -41,14 +41,14 @@ def test_codes_of_tiles_and_pieces(kernels, indices, values):  # noqa: F811
 
 
 @pytest.mark.parametrize("density", [0.004, 0.5])
-def test_columns_that_lie_apart(kernels, density):  # noqa: F811
+def test_columns_that_lie_apart(kernels, density):
     """Along the middle of three axes, neighbours are next to each other in runs that end inside a tile."""
     shapes = {"runs": (4, 900, 9), "aligned": (3, 600, 16), "narrow": (2, 300, 1)}
     compare(kernels, adtopk(density, axis=1), random, shapes=shapes, steps=1)
 
 
 @pytest.mark.parametrize("skew", [0.5, 0.001])
-def test_entries_that_crowd_in_one_place(kernels, skew):  # noqa: F811
+def test_entries_that_crowd_in_one_place(kernels, skew):
     def gradients(cluster, count):
         made = cluster.random(count)
         for by_name in made:
@@ -67,7 +67,7 @@ def test_entries_that_crowd_in_one_place(kernels, skew):  # noqa: F811
 def made_for(shape: tuple[int, ...], method: tw.Method, world: int) -> FusedTopK:
     cluster = Cluster(world, method, shapes={"w": shape})
     cluster.step(cluster.random(0))
-    (made,) = cluster.pipelines[0].roster.assignments["w"].compressor._fused._kernels.values()
+    (made,) = kernels_of(cluster)
     return made
 
 
@@ -77,11 +77,11 @@ def made_for(shape: tuple[int, ...], method: tw.Method, world: int) -> FusedTopK
 )
 @pytest.mark.parametrize("wrong", [-1, "length", 1 << 30])
 @pytest.mark.parametrize("place", [0.0, 0.37, 1.0])
-def test_any_index_outside_its_row_is_found(kernels, shape, axis, wrong, place):  # noqa: F811
+def test_any_index_outside_its_row_is_found(kernels, shape, axis, wrong, place):
     """Whichever entry it is: every place is looked at by one block at least, or the order of their edges is wrong."""
     made = made_for(shape, adtopk(0.02, indices="int32", axis=axis), 2)
     buckets = [torch.randn(shape[0] * shape[1]) for _ in range(2)]
-    sent = [made.encode(one.clone(), torch.zeros(one.numel()), None) for one in buckets]
+    sent = [made.encode(one.clone(), *2 * [torch.zeros(one.numel())], None) for one in buckets]
     gathered = torch.stack(sent)
     made.decode(gathered, buckets[0])
     assert not made.wrong

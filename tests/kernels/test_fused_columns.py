@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.contracts import cluster as contracts
-from tests.contracts.cluster import Cluster, parameter
-from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
-from tests.kernels.test_fused import adtopk, compare, corrected_rows, kernels, random  # noqa: F401
-from thinwire.kernels.cuda import columns, tables
-from thinwire.kernels.cuda.columns import GROUP, WARP_LIST, WORD_ROWS, words_of
-from thinwire.kernels.cuda.fused import FusedTopK
-from thinwire.select.rows import SlotRows
+from tests.contracts.cluster import Cluster, kernels_of, parameter
+from tests.kernels.cpu_compiler import CpuToolchain, needs_compiler
+from tests.kernels.test_fused import adtopk, compare, corrected_rows, random
+from tests.lanes import slow
+from thinwire.kernels.cuda.columns import GROUP, WARP_COLUMN, WARP_LIST, WORD_ROWS, words_of
+from thinwire.kernels.cuda.fused_topk import FusedTopK
+from thinwire.layout import SlotRows
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 
@@ -31,14 +31,7 @@ def methods(density: float, **options):
 
 def made_for(cluster: Cluster) -> list[FusedTopK]:
     """The kernels of every rank; none if it runs the parts they stand for."""
-    return [
-        made
-        for pipeline in cluster.pipelines
-        for groups in pipeline._groups.values()
-        for compressor, _ in groups
-        for made in compressor._fused._kernels.values()
-        if made is not None
-    ]
+    return [made for rank in range(cluster.world) for made in kernels_of(cluster, rank)]
 
 
 def candidates(made: FusedTopK) -> Iterator[tuple[SlotRows, torch.Tensor]]:
@@ -46,7 +39,7 @@ def candidates(made: FusedTopK) -> Iterator[tuple[SlotRows, torch.Tensor]]:
     at = 0
     for rows in made.codec.table.rows:
         words, groups = words_of(rows), -(-rows.count // GROUP)
-        masks = made.tables.encode_columns.masks[at : at + groups * words * GROUP]
+        masks = made.tables.columns.masks[at : at + groups * words * GROUP]
         at += masks.numel()
         by_column = masks.view(groups, words, GROUP).transpose(1, 2).reshape(-1, words, 1)
         bits = (by_column >> torch.arange(WORD_ROWS)).reshape(groups * GROUP, -1) & 1
@@ -55,8 +48,8 @@ def candidates(made: FusedTopK) -> Iterator[tuple[SlotRows, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("density", [0.01, 0.1])
-def test_after_some_steps_candidates_are_few_and_enough(kernels, density, axis):  # noqa: F811
+@pytest.mark.parametrize("density", [0.01, slow(0.1)])
+def test_after_some_steps_candidates_are_few_and_enough(kernels, density, axis):
     shapes = SHAPES if axis == 0 else {"cube": (9, 700, 4), "other": (2, 300, 9)}
     fast, _ = compare(kernels, adtopk(density, axis=axis), random, shapes=shapes, steps=8)
     for made in made_for(fast):
@@ -67,11 +60,11 @@ def test_after_some_steps_candidates_are_few_and_enough(kernels, density, axis):
             assert (counts <= 8 * rows.keep + 60).all() or rows.length < 100
 
 
-@pytest.mark.parametrize("long", [1000, columns.LONG], ids=["a block each", "a warp each"])
+@pytest.mark.parametrize("long", [1000, WARP_COLUMN], ids=["a block each", "a warp each"])
 @pytest.mark.parametrize("which", [0, 1], ids=["residual", "momentum"])
-def test_only_candidates_are_looked_at(kernels, monkeypatch, long, which):  # noqa: F811
+def test_only_candidates_are_looked_at(kernels, long, which):
     """All others are made huge between the two kernels: none of them is sent."""
-    monkeypatch.setattr(columns, "LONG", long)
+    kernels.tune(warp_column_elements=long)
     shapes = {"wide": (1200, 16), "odd": (1111, 9)}
     method = methods(0.02)[which]
     cluster = Cluster(1, method, shapes=shapes)
@@ -80,24 +73,22 @@ def test_only_candidates_are_looked_at(kernels, monkeypatch, long, which):  # no
     (made,) = made_for(cluster)
     spoiled = []
 
-    def compiler(file, name, defines):
-        kernel = compile_for_cpu(file, name, defines)
-
-        def run(grid, block, args, shared_mem=0):
-            floats = (ctypes.c_float * made.group.numel).from_address(args._boxes[0].value)
+    def spoil_others(name, kernel):
+        def run(blocks, threads, args):
+            floats = (ctypes.c_float * made.group.numel).from_address(args.boxes[0].value)
             memory = torch.frombuffer(floats, dtype=torch.float32)
             others = torch.cat([places(rows)[~flags] for rows, flags in candidates(made)])
             kept = memory[others].clone()
             memory[others] = 1e30
-            kernel(grid, block, args, shared_mem)
+            kernel(blocks, threads, args)
             assert (memory[others] == 1e30).all()
             memory[others] = kept
             spoiled.append(len(others) / len(memory))
 
         return run if name == "columns_send" else kernel
 
-    monkeypatch.setattr(made, "compiler", compiler)
-    made._prepare()
+    made.toolchain = CpuToolchain(made.toolchain.tuning, spoil_others)
+    made.prepare()
     kernels(False)
     other = Cluster(1, method, shapes=shapes)
     for count in range(6):
@@ -119,30 +110,35 @@ def places(rows: SlotRows) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("factor", "which"), [(0.0, 0), (1e-3, 1), (0.3, 0), (3.0, 1), (1e3, 0), (1e3, 1)]
+    ("factor", "which"),
+    [(0.0, 0), slow(1e-3, 1), slow(0.3, 0), slow(3.0, 1), slow(1e3, 0), (1e3, 1)],
 )
-def test_gradients_that_change_at_once(kernels, factor, which):  # noqa: F811
+def test_gradients_that_change_at_once(kernels, factor, which):
     """Too few candidates, and more than are listed; memory is emptied, as it would even things out."""
 
     def gradients(cluster, count):
         if count == 4:
-            for pipeline in cluster.pipelines:
+            for reducer in cluster.reducers:
                 for name, info in cluster.infos.items():
                     for store in ("residual", "momentum")[: which + 1]:
-                        assert pipeline.roster.write_memory(name, store, torch.zeros(info.shape))
+                        assert reducer.assignments.write_memory(
+                            name, store, torch.zeros(info.shape)
+                        )
         return cluster.random(count, factor if count >= 4 else 1.0)
 
     compare(kernels, methods(0.02)[which], gradients, shapes=SHAPES, steps=6)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.5, 3.0, -1.0, 1e-42, math.inf, math.nan])
-def test_what_is_sent_does_not_depend_on_cuts(kernels, value):  # noqa: F811
+@pytest.mark.parametrize(
+    "value", [0.0, 0.5, slow(3.0), slow(-1.0), slow(1e-42), slow(math.inf), math.nan]
+)
+def test_what_is_sent_does_not_depend_on_cuts(kernels, value):
     """Nor on guesses. Gradients are multiples of a half, so that many equal the cut, and the threshold."""
 
     def gradients(cluster, count):
         generator = torch.Generator().manual_seed(count)
         for made in made_for(cluster) if count else ():
-            launch = made.tables.encode_columns
+            launch = made.tables.columns
             launch.cuts.fill_(value)
             some = torch.randint(len(launch.cuts), (len(launch.cuts) // 4,), generator=generator)
             launch.cuts[some] *= 0.5
@@ -162,33 +158,32 @@ def tied(cluster, count):
 
 
 @pytest.mark.parametrize("gradients", [random, tied])
-@pytest.mark.parametrize("density", [0.004, 0.2, 0.7])
-def test_long_columns(kernels, density, gradients):  # noqa: F811
+@pytest.mark.parametrize("density", [0.004, slow(0.2), 0.7])
+def test_long_columns(kernels, density, gradients):
     """A block for each; more candidates than it lists, and more elements than it has room for."""
     shapes = {"long": (9000, 5), "longer": (17_000, 4), "short": (300, 4)}
     compare(kernels, adtopk(density, axis=0), gradients, shapes=shapes, steps=4, world=1)
 
 
 @pytest.mark.parametrize("gradients", [random, tied])
-@pytest.mark.parametrize("density", [0.005, 0.03, 0.06])
-def test_columns_of_a_warp_by_words_and_candidates(kernels, density, gradients):  # noqa: F811
+@pytest.mark.parametrize("density", [0.005, slow(0.03), 0.06])
+def test_columns_of_a_warp_by_words_and_candidates(kernels, density, gradients):
     """Two words and eight to a lane; two, four and sixteen candidates to a lane of the warp or of its block."""
-    shapes = {"words": (2048, 8), "more": (2049, 9), "longest": (columns.LONG, 4)}
+    shapes = {"words": (2048, 8), "more": (2049, 9), "longest": (WARP_COLUMN, 4)}
     compare(kernels, adtopk(density, axis=0), gradients, shapes=shapes, steps=4, world=1)
 
 
-def test_columns_too_crowded_for_a_block_are_cut_into_chunks(kernels, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(tables, "GIANT", 10_000)
-    monkeypatch.setattr(tables, "BLOCK_LIST", 100)
+def test_columns_too_crowded_for_a_block_are_cut_into_chunks(kernels):
+    kernels.tune(few_columns_elements=10_000, block_candidates=100)
     shapes = {"crowded": (3000, 5), "sparse": (300, 40)}
     fast, _ = compare(kernels, adtopk(0.1, axis=0), random, shapes=shapes, steps=2)
     for made in made_for(fast):
-        assert len(made.tables.encode_giants.rows) == 5
-        assert len(made.tables.encode_columns.cuts) == 40
+        assert len(made.tables.multi_block_rows.rows) == 5
+        assert len(made.tables.columns.cuts) == 40
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2, 3])
-def test_every_order_in_memory(kernels, monkeypatch, axis):  # noqa: F811
+@pytest.mark.parametrize("axis", [0, 1, slow(2), slow(3)])
+def test_every_order_in_memory(kernels, monkeypatch, axis):
     """Neighbours in memory need not be neighbours in the tensor."""
 
     def permuted(name, shape, dtype):
@@ -205,13 +200,13 @@ def test_every_order_in_memory(kernels, monkeypatch, axis):  # noqa: F811
 
 
 @pytest.mark.parametrize(("dtype", "which"), [(torch.bfloat16, 1), (torch.float16, 0)])
-def test_narrow_gradients_and_packed_indices(kernels, dtype, which):  # noqa: F811
+def test_narrow_gradients_and_packed_indices(kernels, dtype, which):
     method = methods(0.03, indices="packed", values="fp16")[which]
     compare(kernels, method, random, shapes=SHAPES, steps=5, dtype=dtype, discard=(3,))
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["residual", "momentum"])
-def test_bad_and_missing_gradients_under_a_changing_scale(kernels, which):  # noqa: F811
+def test_bad_and_missing_gradients_under_a_changing_scale(kernels, which):
     current = torch.tensor(1.0)
 
     def gradients(cluster, count):
@@ -228,7 +223,7 @@ def test_bad_and_missing_gradients_under_a_changing_scale(kernels, which):  # no
     compare(kernels, methods(0.03)[which], gradients, shapes=SHAPES, steps=7, scale=lambda: current)
 
 
-def test_a_scale_that_changes_moves_cuts_with_it(kernels):  # noqa: F811
+def test_a_scale_that_changes_moves_cuts_with_it(kernels):
     current = torch.tensor(1.0)
     cluster = Cluster(1, adtopk(0.02, axis=0), shapes={"wide": (1000, 24)}, scale=lambda: current)
     for count, factor in enumerate([1.0] * 5 + [0.125, 64.0]):

@@ -8,63 +8,49 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.contracts.cluster import Cluster
-from tests.contracts.test_broken_steps import hand_in
+from tests.contracts.cluster import Cluster, kernels_of
+from tests.contracts.test_broken_steps import NO_PAPER, end, hand_in
 from tests.kernels.cpu_compiler import needs_compiler
-from tests.kernels.test_fused import adtopk, kernels  # noqa: F401
-from thinwire.dense_compressor import DenseCompressor
+from tests.kernels.test_fused import adtopk
 from thinwire.errors import ExchangeError
-from thinwire.exchange.drivers import run_virtual
-from thinwire.kernels.cuda import fused as module
-from thinwire.kernels.cuda.fused import Poison, look
+from thinwire.kernels.cuda.bucket import Poison, find_non_finite
 from thinwire.kernels.cuda.launch import Arguments, fitting
 from thinwire.kernels.cuda.tables import index_places
+from thinwire.layout import BucketLayout
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 SHAPES = {"a": (40, 128), "bias a": (3,), "b": (60, 40), "bias b": (5,), "c": (2, 1300)}
 DENSE = [tw.rule("bias *", method=tw.Dense())]
 
 
-def test_what_the_kernels_sent_returns_if_another_group_cannot_be_opened(kernels, monkeypatch):  # noqa: F811
-    cluster = Cluster(2, adtopk(), shapes=SHAPES, policy=DENSE)
+def test_what_the_kernels_sent_returns_if_another_group_cannot_be_opened(kernels):
+    cluster = Cluster(2, adtopk(), shapes=SHAPES, policy=[tw.rule("b", method=NO_PAPER), *DENSE])
     gradients = cluster.random(0)
-
-    def refuse(self, step):
-        raise OSError("no more paper")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DenseCompressor, "open_fused", refuse)
-        hand_in(cluster, list(SHAPES), gradients, last=True)
+    hand_in(cluster, ["b", "a", "c"], gradients)
+    assert kernels_of(cluster)
     for rank in range(2):
         held = cluster.residuals(rank)
-        for name in ("a", "b", "c"):
+        for name in ("a", "c"):
             assert torch.equal(held[name], gradients[rank][name])
 
 
 @pytest.mark.parametrize(("world", "indices"), [(2, "int32"), (5, "packed")])
-def test_buckets_with_dense_tensors_of_odd_sizes_share_a_collective(kernels, world, indices):  # noqa: F811
+def test_buckets_with_dense_tensors_of_odd_sizes_share_a_collective(kernels, world, indices):
     method = adtopk(0.1, indices=indices)
     buckets = [["a", "bias a"], ["b", "bias b"], ["c"]]
     results = []
     for worth in (0, 1 << 30):
         cluster = Cluster(world, method, shapes=SHAPES, policy=DENSE)
-        for pipeline in cluster.pipelines:
-            pipeline.convoy.worth_sending = worth
+        for reducer in cluster.reducers:
+            reducer.coalesce_bytes = worth
         steps = []
         for count in range(3):
             gradients = cluster.random(count)
             if count == 1:
                 gradients[1]["bias b"][2] = math.nan
-            futures = [
-                hand_in(cluster, names, gradients, last=names is buckets[-1]) for names in buckets
-            ]
-            ends = [
-                [driver.programs.pop(0) for driver in cluster.drivers]
-                for _ in buckets[: 3 if worth == 0 else 1]
-            ]
-            flats = [run_virtual(programs) for programs in ends]
-            if worth:
-                flats = [[future.value() for future in bucket] for bucket in futures]
+            futures = [hand_in(cluster, names, gradients) for names in buckets]
+            end(cluster)
+            flats = [[future.value() for future in bucket] for bucket in futures]
             held = [cluster.residuals(rank) for rank in range(world)]
             steps.append((flats, held))
         results.append(steps)
@@ -76,13 +62,13 @@ def test_buckets_with_dense_tensors_of_odd_sizes_share_a_collective(kernels, wor
             assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
-def test_a_bucket_larger_than_a_kernel_counts_is_looked_at_in_parts(kernels, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(module, "MOST_AT_ONCE", 100)
+def test_a_bucket_larger_than_a_kernel_counts_is_looked_at_in_parts(kernels):
+    kernels.tune(launch_elements=100)
     flat = torch.ones(950)
-    assert not look(flat)
+    assert not find_non_finite(flat)
     flat[940] = math.inf
-    assert look(flat)
-    poison = Poison(flat.numel(), flat.dtype)
+    assert find_non_finite(flat)
+    poison = Poison(BucketLayout((), flat.numel(), flat.dtype, flat.device))
     poison(flat, torch.tensor(False))
     assert flat[:940].isfinite().all()
     poison(flat, torch.tensor(True))
@@ -98,10 +84,9 @@ def test_a_number_that_a_kernel_cannot_hold_is_refused():
 
 
 @pytest.mark.parametrize("shapes", [{"ones": (32, 1)}, {"rows": (4, 64), "ones": (16, 1)}])
-def test_indices_without_width_are_read_inside_the_payload(kernels, shapes):  # noqa: F811
+def test_indices_without_width_are_read_inside_the_payload(kernels, shapes):
     cluster = Cluster(2, adtopk(1.0, indices="packed"), shapes=shapes)
     cluster.step(cluster.random(0))
-    compressor = cluster.pipelines[0].roster.assignments["ones"].compressor
-    for codec in (codec for known in compressor._codecs.values() for codec in known.values()):
-        for bit, _ in index_places(codec):
-            assert bit // 32 * 4 + 4 <= codec.nbytes
+    for made in kernels_of(cluster):
+        for bit, _ in index_places(made.codec):
+            assert bit // 32 * 4 + 4 <= made.codec.nbytes

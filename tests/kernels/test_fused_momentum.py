@@ -8,18 +8,18 @@ import torch
 import thinwire as tw
 from tests.contracts.cluster import Cluster
 from tests.kernels.cpu_compiler import needs_compiler
-from tests.kernels.test_fused import (  # noqa: F401
+from tests.kernels.test_fused import (
     compare,
     correction,
     find_carriers,
-    kernels,
     momenta,
     random,
     spoiled,
 )
-from tests.kernels.test_launches import launched, launches_per_rank  # noqa: F401
-from thinwire.kernels.cuda.dense import MOST_TRACES
-from thinwire.kernels.cuda.fused import MOST_BOOKS
+from tests.kernels.test_launches import launches_per_rank
+from tests.lanes import slow
+from thinwire.kernels.cuda.fused_topk import MOST_RECORDS as MOST_PAYLOADS
+from thinwire.kernels.cuda.restore import MOST_RECORDS as MOST_MOMENTA
 from thinwire.layout import Bucket
 from thinwire.methods.base import DenseMomentum
 
@@ -42,9 +42,14 @@ def overflowing(cluster, count):
     return gradients
 
 
-@pytest.mark.parametrize("gradients_of", [random, spoiled, overflowing])
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_small_dense_tensors_beside_the_payload(kernels, gradients_of, nesterov):  # noqa: F811
+@pytest.mark.parametrize(
+    ("gradients_of", "nesterov"),
+    [
+        *((random, False), (spoiled, True), (overflowing, False)),
+        *(slow(random, True), slow(spoiled, False), slow(overflowing, True)),
+    ],
+)
+def test_small_dense_tensors_beside_the_payload(kernels, gradients_of, nesterov):
     method = dgc(nesterov=nesterov)
     options = {"shapes": SMALL, "steps": 5, "discard": (3,)}
     fast, _ = compare(kernels, method, gradients_of, world=3, **options)
@@ -55,26 +60,26 @@ def test_small_dense_tensors_beside_the_payload(kernels, gradients_of, nesterov)
 
 
 @pytest.mark.parametrize("gradients_of", [random, spoiled, overflowing])
-def test_larger_dense_tensors_are_summed(kernels, gradients_of):  # noqa: F811
+def test_larger_dense_tensors_are_summed(kernels, gradients_of):
     options = {"shapes": SUMMED, "steps": 4, "discard": (2,)}
     fast, _ = compare(kernels, dgc(nesterov=True), gradients_of, world=3, **options)
     assert [carrier.summed for carrier in find_carriers(fast)] == [True]
 
 
 @pytest.mark.parametrize("shapes", [SMALL, SUMMED])
-def test_one_rank_and_sums_in_rank_order(kernels, shapes):  # noqa: F811
+def test_one_rank_and_sums_in_rank_order(kernels, shapes):
     compare(kernels, dgc(), random, shapes=shapes, world=1, discard=(1,))
     compare(kernels, dgc(), spoiled, shapes=shapes, world=3, deterministic=True, discard=(2,))
 
 
 @pytest.mark.parametrize("gradients_of", [random, spoiled, overflowing])
-def test_a_bucket_of_dense_tensors_alone(kernels, gradients_of):  # noqa: F811
+def test_a_bucket_of_dense_tensors_alone(kernels, gradients_of):
     options = {"shapes": SMALL, "buckets": ALONE, "steps": 4, "discard": (3,)}
     compare(kernels, dgc(nesterov=True), gradients_of, world=3, **options)
 
 
 @pytest.mark.parametrize("shapes", [SMALL, SUMMED])
-def test_a_changing_scale(kernels, shapes):  # noqa: F811
+def test_a_changing_scale(kernels, shapes):
     current = torch.tensor(1024.0)
 
     def scaled(cluster, count):
@@ -86,12 +91,12 @@ def test_a_changing_scale(kernels, shapes):  # noqa: F811
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_gradients(kernels, dtype):  # noqa: F811
+def test_narrow_gradients(kernels, dtype):
     compare(kernels, dgc(), random, shapes=SMALL, world=3, dtype=dtype, discard=(1,))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_momentum_stays_if_an_exchange_breaks_off(kernels, scaled):  # noqa: F811
+def test_momentum_stays_if_an_exchange_breaks_off(kernels, scaled):
     """Some buckets have come to their end, others not: all of them return."""
     current = torch.tensor(8.0)
     cluster = Cluster(2, dgc(), shapes=SMALL, scale=lambda: current if scaled else None)
@@ -102,11 +107,11 @@ def test_momentum_stays_if_an_exchange_breaks_off(kernels, scaled):  # noqa: F81
     whole = cluster.buckets
     cluster.buckets = whole[:1]
     cluster.step(cluster.random(1))
-    for rank, pipeline in enumerate(cluster.pipelines):
-        (layout,) = [each for each in pipeline._groups if len(each.slots) == 3]
-        pipeline.reduce(Bucket(layout, torch.ones(layout.numel)))
-        cluster.drivers[rank].programs.pop()
-        pipeline.settle()
+    for rank, reducer in enumerate(cluster.reducers):
+        (layout,) = [each for each in reducer.plans if len(each.slots) == 3]
+        reducer.reduce(Bucket(layout, torch.ones(layout.numel)))
+        cluster.ranks.drivers[rank].pending.pop()
+        reducer.settle()
     after = momenta(cluster)
     for rank in range(2):
         for name in ("bias", "norm", "scalar"):
@@ -114,7 +119,7 @@ def test_momentum_stays_if_an_exchange_breaks_off(kernels, scaled):  # noqa: F81
             assert torch.equal(after[rank][name], before[rank][name]), name
 
 
-def test_phases(kernels):  # noqa: F811
+def test_phases(kernels):
     """Dense with momentum, then compressed, then dense: u goes along."""
     results = []
     for on in (True, False):
@@ -133,14 +138,14 @@ def test_phases(kernels):  # noqa: F811
                     assert torch.equal(left[name], right[name])
 
 
-def test_launches_of_a_step(launched):  # noqa: F811
+def test_launches_of_a_step(launched):
     cluster = Cluster(2, dgc(), shapes=SMALL)
     cluster.buckets = [["large", "bias"], ["other", "norm", "scalar"]]
     assert launches_per_rank(cluster, launched) == {
         "open_payload": 2,
-        "giants_collect": 2,
-        "giants_decide": 2,
-        "giants_send": 2,
+        "multi_block_collect": 2,
+        "multi_block_decide": 2,
+        "multi_block_send": 2,
         "decode": 2,
         "dense_momentum": 2,
         "poison": 2,
@@ -149,10 +154,10 @@ def test_launches_of_a_step(launched):  # noqa: F811
     }
 
 
-def test_more_buckets_than_one_launch_takes_back(launched):  # noqa: F811
-    names = [f"w{number}" for number in range(MOST_BOOKS + 3)]
+def test_more_buckets_than_one_launch_takes_back(launched):
+    names = [f"w{number}" for number in range(MOST_PAYLOADS + 3)]
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, (2, 24))
-    shapes |= {f"bias {number}": (3,) for number in range(MOST_TRACES + 2)}
+    shapes |= {f"bias {number}": (3,) for number in range(MOST_MOMENTA + 2)}
     rules = [tw.rule("bias *", method=DenseMomentum(momentum=0.9))]
     method = tw.DGC(density=0.1, memory=correction(), dense_fallback=False, values="fp32")
     cluster = Cluster(2, method, shapes=shapes, policy=rules)
@@ -163,8 +168,8 @@ def test_more_buckets_than_one_launch_takes_back(launched):  # noqa: F811
     held, _ = (cluster.residuals(rank) for rank in range(2))
     launched.clear()
     cluster.step(cluster.random(1))
-    for pipeline in cluster.pipelines:
-        pipeline.settle(discard=True)
+    for reducer in cluster.reducers:
+        reducer.settle(discard=True)
     assert launched.count("give_back_all") == launched.count("restore_all") == 2 * 2
     after = momenta(cluster)
     for name in shapes:

@@ -7,35 +7,15 @@ import torch
 
 import thinwire as tw
 from tests.contracts.cluster import Cluster
-from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
+from tests.kernels.cpu_compiler import needs_compiler
 from tests.kernels.test_fused import SHAPES, adtopk, compare, random
-from thinwire import dense_compressor, fused
-from thinwire.kernels import inspection
-from thinwire.kernels.cuda.dense import FusedDense
-from thinwire.kernels.cuda.fused import FusedTopK
-from thinwire.kernels.cuda.pack import PackKernels
-from thinwire.memory import storage as storages
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 MEMORIES = {
-    "residual bf16": tw.Residual(storage="bf16"),
-    "residual int8": tw.Residual(storage="int8"),
-    "momentum int8": tw.MomentumCorrection(0.9, True, storage="int8"),
+    "residual bf16": tw.memory.Residual(storage="bf16"),
+    "residual int8": tw.memory.Residual(storage="int8"),
+    "momentum int8": tw.memory.MomentumCorrection(0.9, True, storage="int8"),
 }
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """Clusters made inside run the kernels; `kernels(False)` goes back to the parts."""
-
-    def switch(on: bool) -> None:
-        for module in (dense_compressor, fused, inspection, storages):
-            monkeypatch.setattr(module, "has_kernels", lambda device: on)
-
-    for owner in (FusedTopK, FusedDense, PackKernels):
-        monkeypatch.setattr(owner, "compiler", staticmethod(compile_for_cpu))
-    switch(True)
-    return switch
 
 
 @pytest.fixture(params=MEMORIES)
@@ -75,13 +55,13 @@ def test_changing_scale(kernels, method):
 
 
 def test_a_discarded_step_returns_and_only_codes_are_held(kernels):
-    cluster = Cluster(2, adtopk(memory=tw.Residual(storage="int8")), shapes=SHAPES)
+    cluster = Cluster(2, adtopk(memory=tw.memory.Residual(storage="int8")), shapes=SHAPES)
     gradients = cluster.random(0)
     cluster.step(gradients)
-    for pipeline in cluster.pipelines:
-        assert pipeline.dimensions() == {}
-        pipeline.settle(discard=True)
-        assert all(not account.c.numel() for account in pipeline._book.accounts)
+    for reducer in cluster.reducers:
+        assert reducer.dimensions() == {}
+        reducer.settle(discard=True)
+        assert all(not account.c.numel() for account in reducer.record.accounts)
     for rank in range(2):
         held = cluster.residuals(rank)
         for name, gradient in gradients[rank].items():

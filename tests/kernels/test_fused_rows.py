@@ -9,9 +9,9 @@ import torch
 
 from tests.gradients import slot_of
 from tests.kernels.cpu_compiler import needs_compiler
-from tests.kernels.test_fused import adtopk, compare, corrected_rows, kernels, random, tables_of  # noqa: F401
+from tests.kernels.test_fused import adtopk, compare, corrected_rows, random, tables_of
 from thinwire.kernels.cuda.rows import aim_of
-from thinwire.select.rows import SlotRows
+from thinwire.layout import SlotRows
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 
@@ -28,15 +28,15 @@ LENGTHS = {
 }
 
 
-def test_all_lengths(kernels):  # noqa: F811
+def test_all_lengths(kernels):
     (cluster, _) = compare(kernels, adtopk(0.02), random, shapes=LENGTHS, steps=6)
     made = tables_of(cluster)
-    assert not made.encode_rows
-    assert len(made.stream_rows.rows) == sum(count for count, _ in LENGTHS.values())
+    assert not made.register_rows
+    assert len(made.streamed_rows.rows) == sum(count for count, _ in LENGTHS.values())
 
 
 @pytest.mark.parametrize("first", ["a", "b", "c"])
-def test_rows_behind_a_tensor_of_an_odd_size(kernels, first):  # noqa: F811
+def test_rows_behind_a_tensor_of_an_odd_size(kernels, first):
     """Those of a bucket may begin anywhere, those of memory do not."""
     odd = {"a": (1, 1), "b": (1, 2), "c": (1, 131)}[first]
     shapes = {"z": (3, 1024), "y": (2, 1300), "first": odd}
@@ -44,7 +44,7 @@ def test_rows_behind_a_tensor_of_an_odd_size(kernels, first):  # noqa: F811
         compare(kernels, adtopk(0.02), random, shapes=order, steps=4)
 
 
-def test_magnitudes_that_rise_and_fall(kernels):  # noqa: F811
+def test_magnitudes_that_rise_and_fall(kernels):
     """Too many candidates, then too few, then none at all."""
     scales = (1.0, 1.0, 50.0, 1.0, 0.0, 1e-30, 1.0, 1.0)
 
@@ -58,7 +58,7 @@ def test_magnitudes_that_rise_and_fall(kernels):  # noqa: F811
     compare(kernels, adtopk(0.02), gradients, shapes=LENGTHS, steps=len(scales), world=1)
 
 
-def test_ties_among_candidates(kernels):  # noqa: F811
+def test_ties_among_candidates(kernels):
     """A few magnitudes that occur often: the lowest indices are taken, of one warp's candidates and of several."""
 
     def gradients(cluster, count):
@@ -71,7 +71,7 @@ def test_ties_among_candidates(kernels):  # noqa: F811
     compare(kernels, adtopk(0.02), gradients, shapes=LENGTHS, steps=5, world=1)
 
 
-def test_all_candidates_in_one_warp(kernels):  # noqa: F811
+def test_all_candidates_in_one_warp(kernels):
     """More than it lists, while those of the other warps would fit."""
 
     def gradients(cluster, count):
@@ -86,7 +86,7 @@ def test_all_candidates_in_one_warp(kernels):  # noqa: F811
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_what_is_not_finite(kernels, value):  # noqa: F811
+def test_what_is_not_finite(kernels, value):
     def gradients(cluster, count):
         made = cluster.random(count)
         if count == 2:
@@ -100,7 +100,7 @@ def test_what_is_not_finite(kernels, value):  # noqa: F811
 
 @pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum(kernels, nesterov, masking):  # noqa: F811
+def test_momentum(kernels, nesterov, masking):
     method = corrected_rows(0.02, nesterov=nesterov, masking=masking)
     compare(kernels, method, random, shapes=LENGTHS, steps=4, world=1)
 

@@ -7,10 +7,10 @@ import torch
 
 import thinwire as tw
 from tests.contracts.cluster import Cluster
-from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
+from tests.kernels.cpu_compiler import needs_compiler
 from tests.memory.test_storage import KINDS, NARROW, SIZES, draw, fill, make_group
-from thinwire.kernels.cuda import pack
-from thinwire.kernels.cuda.pack import PIECE, PackKernels, cut_slots
+from thinwire.kernels.cuda.pack import PIECE, PackKernels, Piece, cut_slots
+from thinwire.kernels.cuda.structs import read_column
 from thinwire.memory import storage as storages
 from thinwire.memory.storage import STORAGES, PackedBinding
 
@@ -23,18 +23,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture
-def kernels(monkeypatch):
-    """Bindings made inside pack with the kernels; `kernels(False)` goes back to torch."""
-
-    def switch(on: bool) -> None:
-        monkeypatch.setattr(storages, "has_kernels", lambda device: on)
-
-    monkeypatch.setattr(PackKernels, "compiler", staticmethod(compile_for_cpu))
-    switch(True)
-    return switch
-
-
 def compare(kernels, storage, group, values):
     """Pack and unpack with and without kernels; every byte must agree."""
     flat = fill(group, values)
@@ -44,8 +32,8 @@ def compare(kernels, storage, group, values):
         bindings.append(PackedBinding(group, STORAGES[storage]))
         bindings[-1].rest(flat)
     ours, theirs = bindings
-    assert torch.equal(ours.codes.view(torch.uint8), theirs.codes.view(torch.uint8))
-    assert torch.equal(ours.exponents, theirs.exponents)
+    assert torch.equal(ours.packed.codes.view(torch.uint8), theirs.packed.codes.view(torch.uint8))
+    assert torch.equal(ours.packed.exponents, theirs.packed.exponents)
     lifted, wanted = ours.lift(), theirs.lift()
     assert torch.equal(lifted.view(torch.int32), wanted.view(torch.int32))
     return ours
@@ -80,8 +68,8 @@ def test_nothing_happens_unless_the_flag_is_up(kernels, storage):
     binding = compare(kernels, storage, group, values)
     held, marked = binding.lift(), torch.full((group.numel,), 7.0)
     down, up = torch.tensor(False), torch.tensor(True)
-    assert binding._kernels is not None
-    binding._kernels.unpack(binding.codes, binding.exponents, marked, down)
+    assert binding.kernels is not None
+    binding.kernels.unpack(binding.packed.codes, binding.packed.exponents, marked, down)
     assert (marked == 7.0).all()
     binding.rest(marked, down)
     assert torch.equal(binding.lift(up), held)
@@ -89,8 +77,8 @@ def test_nothing_happens_unless_the_flag_is_up(kernels, storage):
     assert torch.equal(binding.lift(), -held)
 
 
-def test_more_pieces_than_blocks_that_look(kernels, monkeypatch):
-    monkeypatch.setattr(pack, "LOOK_BLOCKS", 2)
+def test_more_pieces_than_blocks_that_look(kernels):
+    kernels.tune(look_blocks=2)
     group = make_group([2 * PIECE + 5, 3 * PIECE])
     values = [draw("random", slot.numel) for slot in group.slots]
     held = compare(kernels, "int8", group, values).lift()
@@ -102,14 +90,16 @@ def test_more_pieces_than_blocks_that_look(kernels, monkeypatch):
 
 def test_a_float64_group_is_packed_by_torch(kernels):
     binding = PackedBinding(make_group([5], dtype=torch.float64), STORAGES["int8"])
-    assert binding._kernels is None and binding.lift().dtype == torch.float64
+    assert binding.kernels is None and binding.lift().dtype == torch.float64
 
 
 def test_pieces_cover_every_element_once():
     group = make_group([5000, 0, 3, 129], gap=2)
     seen = torch.zeros(group.numel, dtype=torch.int64)
-    for at, sizes, rest in cut_slots(group).tolist():
-        seen[at : at + (sizes >> 32) + (rest >> 32)] += 1
+    pieces = cut_slots(group)
+    starts, counts, gaps = (read_column(Piece, pieces, name) for name in ("at", "count", "gap"))
+    for start, size in zip(starts, counts + gaps, strict=True):
+        seen[start : start + size] += 1
     assert (seen == 1).all()
 
 
@@ -125,7 +115,7 @@ def test_steps_of_a_method(kernels, storage, dtype):
 
 def take_steps(storage, dtype, device="cpu"):
     """Updates and residuals of two good steps, a bad one and a discarded one, through a method's own parts."""
-    method = tw.TopK(density=0.05, memory=tw.Residual(storage=storage), dense_fallback=False)
+    method = tw.TopK(density=0.05, memory=tw.memory.Residual(storage=storage), dense_fallback=False)
     cluster = Cluster(
         2, method, shapes={"w": (40, 33), "v": (131,)}, dtype=dtype, device=torch.device(device)
     )
@@ -136,8 +126,8 @@ def take_steps(storage, dtype, device="cpu"):
             gradients[1]["w"][0, 0] = torch.inf
         updates = cluster.step(gradients)
         if step == 3:
-            for pipeline in cluster.pipelines:
-                pipeline.settle(discard=True)
+            for reducer in cluster.reducers:
+                reducer.settle(discard=True)
         residuals = [cluster.residuals(rank) for rank in range(2)]
         results += [one[name].nan_to_num(7e7) for one in updates + residuals for name in one]
     return results
@@ -153,7 +143,7 @@ def test_kernels_that_disagree_with_torch_are_not_used(kernels, monkeypatch, cap
     monkeypatch.setattr(PackKernels, "pack", write_too_far)
     storages.kernels_agree.cache_clear()
     try:
-        assert PackedBinding(make_group([300, 1]), STORAGES["int8"])._kernels is None
+        assert PackedBinding(make_group([300, 1]), STORAGES["int8"]).kernels is None
     finally:
         storages.kernels_agree.cache_clear()
     assert "give other bits than torch" in caplog.text

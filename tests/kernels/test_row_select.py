@@ -1,4 +1,4 @@
-"""The Triton kernels against their torch references, in Triton's interpreter where there is no GPU."""
+"""Row selection and the first look at a bucket against their torch references, on the CPU where there is no GPU."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from tests.gradients import slot_of
-from thinwire.kernels.exact_topk import select_with_kernel
+from tests.kernels.cpu_compiler import needs_compiler
+from thinwire.kernels.cuda.bucket import cut_slots, inspect_slots
+from thinwire.kernels.cuda.long_rows import LongRows
+from thinwire.kernels.cuda.row_select import RowSelect
+from thinwire.kernels.cuda.toolchain import kernels_for
+from thinwire.kernels.exact_topk import exact_topk, make_plan
 from thinwire.kernels.topk import row_topk_reference
-from thinwire.layout import BucketLayout
-from thinwire.plan.groups import Group
-from thinwire.select.rows import RowTable, rows_along
+from thinwire.layout import BucketLayout, Group, RowTable, rows_along
 
-pytest.importorskip("triton")
+pytestmark = needs_compiler
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -27,19 +30,31 @@ def make_data(kind: str, numel: int) -> torch.Tensor:
         "signed zeros": torch.zeros(numel).copysign(random),
         "denormal": random * 1e-40,
         "huge": random * 1e38,
+        "infinities": torch.where(random > 1.5, torch.inf, random),
+        "nan": torch.where(random > 1.5, torch.nan, torch.where(random < -2, -torch.inf, random)),
     }[kind]
 
 
-@pytest.mark.parametrize(
-    "kind", ["random", "tied", "constant", "zero", "signed zeros", "denormal", "huge"]
+KINDS = (
+    *("random", "tied", "constant", "zero", "signed zeros", "denormal", "huge"),
+    *("infinities", "nan"),
 )
-def test_row_select_equals_the_reference(kind):
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_select_equals_the_reference(kernels, kind):
     """Contiguous rows, strided rows, one-element rows, k = 1, k = L, and rows too long for a tile, two slots of them alike."""
     shapes = [
         ((6, 70), 1, 0.05),
         ((20, 33), 0, 0.1),
         ((5, 1), 1, 1.0),
         ((4, 16), 1, 1.0),
+        ((9, 128), 1, 0.5),
+        ((3, 129), 1, 0.02),
+        ((2, 1024), 1, 0.9),
+        ((1, 1025), 1, 0.3),
+        ((2, 8192), 1, 0.01),
+        ((1500, 3), 0, 0.05),
         ((1, 9000), 1, 0.01),
         ((3, 9001), 1, 0.01),
         ((2, 9000), 1, 0.01),
@@ -50,15 +65,29 @@ def test_row_select_equals_the_reference(kind):
         offset += rows[-1].slot.numel
     table = RowTable(rows, offset)
     c = make_data(kind, offset).to(DEVICE)
-    got = select_with_kernel(c, table)
+    indices, values = exact_topk(c, table)
     wanted = torch.cat([row_topk_reference(r.matrix(c), r.keep).reshape(-1) for r in rows])
-    assert torch.equal(got, wanted)
+    assert torch.equal(indices, wanted)
+    there = c[table.positions(wanted)]
+    assert torch.equal(values.view(torch.int32), there.view(torch.int32))
+
+
+def test_rows_that_fit_registers_are_one_launch(kernels):
+    shapes = {"short": (6, 70), "long": (2, 8192), "whole": (1, 8193), "other": (1, 9000)}
+    shapes |= {"too long": (2, 9000), "longer": (2, 9100)}
+    rows = [rows_along(slot_of(name, shape), 1, 0.01) for name, shape in shapes.items()]
+    toolchain = kernels_for(DEVICE)
+    first, second, *others = make_plan(RowTable(rows, 18200), torch.float32, DEVICE, toolchain)
+    assert isinstance(first, RowSelect) and len(first.rows) == 8
+    assert isinstance(second, LongRows) and len(second.codec.table.rows) == 2
+    assert [[rows.slot.name for rows in alike.slots] for alike in others] == [
+        ["too long"],
+        ["longer"],
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_inspection_finds_the_largest_and_cleans_in_place(dtype):
-    from thinwire.kernels.largest import block_table, largest_and_clean
-
+def test_inspection_finds_the_largest_and_cleans_in_place(kernels, dtype):
     slots = (slot_of("a", (10,)), slot_of("b", (5000,), offset=10), slot_of("c", (7,), offset=5010))
     layout = BucketLayout(slots, 5017, dtype, DEVICE)
     group = Group.of(layout, slots, torch.float32)
@@ -67,10 +96,10 @@ def test_inspection_finds_the_largest_and_cleans_in_place(dtype):
     flat[4500], flat[3] = torch.nan, -torch.inf
     wanted = flat.clone()
     wanted[4500] = wanted[3] = 0.0
-    largest = largest_and_clean(flat, block_table(group), 3)
+    largest = inspect_slots(flat, cut_slots(group), 3)
     assert torch.equal(flat, wanted)
     assert largest[0] == torch.inf
     assert largest[1].isnan()
     assert largest[2] == 0.0
-    again = largest_and_clean(flat, block_table(group), 3)
+    again = inspect_slots(flat, cut_slots(group), 3)
     assert again[1] == wanted[10:5010].abs().max().float()

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.gradients import slot_of
-from thinwire.kernels.exact_topk import exact_topk, make_plan
+from thinwire.kernels.exact_topk import AlikeRows, TournamentRows, exact_topk, make_plan
 from thinwire.kernels.topk import row_topk, row_topk_reference
 from thinwire.kernels.tournament import LEAST_RATIO, Strip, Tournament, choose, find_ones
-from thinwire.layout import SlotKind
-from thinwire.select.rows import RowTable
+from thinwire.layout import RowTable, SlotKind
 from thinwire.select.topk import AllDimensionTopK, TradTopK
 
 KINDS = [
@@ -170,9 +169,12 @@ def test_a_table_of_many_kinds_gives_the_reference(selector):
 
 
 def test_slots_of_one_kind_share_a_tournament_and_small_ones_have_none():
-    plan = make_plan(mixed_table(AllDimensionTopK(0.01)), torch.float32)
-    assert [members for _, members in plan.tournaments] == [[0, 2], [1], [3]]
-    assert [[rows.slot.name for rows in alike.slots] for alike in plan.others] == [["p4"], ["p5"]]
+    table = mixed_table(AllDimensionTopK(0.01))
+    plan = make_plan(table, torch.float32, torch.device("cpu"), None)
+    tournaments = [part.members for part in plan if isinstance(part, TournamentRows)]
+    others = [part.slots for part in plan if isinstance(part, AlikeRows)]
+    assert tournaments == [[0, 2], [1], [3]]
+    assert [[rows.slot.name for rows in slots] for slots in others] == [["p4"], ["p5"]]
 
 
 def test_views_of_a_larger_buffer_are_read_where_they_lie():

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from thinwire.bench.exchange_cases import Worker, make_gradient, make_group
+from thinwire.engine.drivers import run_inline
+from thinwire.engine.network import Network
 from thinwire.exchange.base import Exchange
-from thinwire.exchange.drivers import run_inline
 from thinwire.exchange.hierarchy import Hierarchical
-from thinwire.exchange.network import Network
 from thinwire.exchange.split import SplitReduce
 from thinwire.lab import read_own_counters
 from thinwire.methods.topk import TopK

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -12,10 +13,12 @@ from thinwire.lab import Lab, LabSpec
 from thinwire.lab import network as lab_network
 from thinwire.lab.check import TOLERANCE, measure_streams
 from thinwire.lab.counters import HEADER_BYTES, PACKET_PAYLOAD
+from thinwire.lab.topology import Host
 
 WORKER = Path(__file__).with_name("all_reduce_worker.py")
+TALK = Path(__file__).with_name("talk.py")
 MEGABYTES = 16
-RANK_ONE_FAILS = "if [ $RANK = 1 ]; then {}; fi; sleep 60"
+RANK_ONE_FAILS = "if [ $RANK = 1 ]; then until [ -e {spoken} ]; do sleep 0.05; done; {failure}; fi"
 
 
 @pytest.mark.root
@@ -57,22 +60,38 @@ def test_rates_hold_each_way_and_differ_between_hosts() -> None:
             ((free, slow), 50e6),
             ((fast, slow), 50e6),
         ):
-            (payload,) = measure_streams(lab.topology, [pair])
-            assert payload * headers == pytest.approx(expected, rel=TOLERANCE)
-        (inside,) = measure_streams(lab.topology, [(fast, fast)])
-        assert inside == pytest.approx(100e6, rel=TOLERANCE)
+            assert headers * fastest(lab, pair, expected / headers) == pytest.approx(
+                expected, rel=TOLERANCE
+            )
+        assert fastest(lab, (fast, fast), 100e6) == pytest.approx(100e6, rel=TOLERANCE)
+
+
+def fastest(lab: Lab, pair: tuple[Host, Host], expected: float) -> float:
+    """Of some tries: a busy machine may not fill a link, but nothing makes it faster than it is."""
+    found = 0.0
+    for _ in range(8):
+        found = max(found, *measure_streams(lab.topology, [pair]))
+        if found > (1 - TOLERANCE) * expected:
+            break
+    return found
 
 
 @pytest.mark.root
 @pytest.mark.parametrize(("failure", "exit_code"), [("kill -9 $$", 137), ("exit 3", 3)])
-def test_one_rank_failing_ends_the_run(failure: str, exit_code: int) -> None:
+def test_one_rank_failing_ends_the_run(failure: str, exit_code: int, tmp_path: Path) -> None:
     lines: list[str] = []
+    spoken = tmp_path / "spoken"
+
+    def listen(line: str, stream: str) -> None:
+        lines.append(line)
+        if len(lines) == 2:
+            spoken.touch()
+
     with Lab(LabSpec(hosts=2)) as lab:
-        # A moment, so that the other rank has said hello before it is stopped.
-        script = f"echo hello; sleep 1; {RANK_ONE_FAILS.format(failure)}"
-        result = lab.run(["sh", "-c", script], echo=lambda line, stream: lines.append(line))
+        fails = RANK_ONE_FAILS.format(spoken=spoken, failure=failure)
+        result = lab.run(["sh", "-c", f"echo hello; {fails}; sleep 100"], echo=listen)
     assert result.exit_code == exit_code
-    assert result.seconds < 10
+    assert result.seconds < 60
     assert [rank.stopped for rank in result.ranks] == [True, False]
     assert result.reason.startswith("rank 1 on host2")
     assert sorted(lines) == ["[host1 rank 0] hello", "[host2 rank 1] hello"]
@@ -125,15 +144,16 @@ def test_an_error_in_the_block_or_while_building_leaves_nothing() -> None:
 
 
 @pytest.mark.root
-def test_latency_works_or_says_that_the_kernel_lacks_netem() -> None:
-    try:
-        with Lab(LabSpec(hosts=2, latency="20ms")) as lab:
-            address = lab.topology.hosts[0].address
-            connect = f"import socket; socket.create_connection(('{address}', 1))"
-            result = lab.run([sys.executable, "-c", connect])
-            assert result.seconds > 0.04
-    except UsageError as error:
-        assert "lacks the netem queue" in str(error)
+def test_latency_is_added_by_the_kernel_or_by_a_relay() -> None:
+    with Lab(LabSpec(hosts=2, rate="100mbit", latency="20ms")) as lab:
+        result = lab.run([sys.executable, str(TALK)], timeout_s=30)
+        assert result.exit_code == 0, [rank.output for rank in result.ranks]
+        name = lab.name
+    fastest, moved = json.loads(result.ranks[1].output)
+    # There and back.
+    assert fastest >= 0.04 and moved == 500_000
+    assert result.traffic.hosts[1].link.tx_payload >= moved
+    assert names_left(name) == []
 
 
 def test_without_root_one_sentence_points_at_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

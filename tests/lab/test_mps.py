@@ -38,7 +38,7 @@ def daemon_of(record: Record) -> int:
 
 
 def is_running(pid: int) -> bool:
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 30
     while process_start(pid) is not None:
         if time.monotonic() > deadline:
             return True

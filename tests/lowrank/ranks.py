@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.compressor import BucketStep, GroupStep, Opened
+from thinwire.compress import GroupStep, Opened, Route, Terms
+from thinwire.engine.virtual import run_virtual
 from thinwire.exchange.base import Outcome
-from thinwire.exchange.drivers import run_virtual
-from thinwire.exchange.requests import Place
+from thinwire.exchange.requests import Place, begin_now
 from thinwire.kernels.inspection import inspect_pieces
 from thinwire.layout import (
     BucketLayout,
+    Group,
     ParameterInfo,
     SlotKind,
     contiguous_strides,
     kind_from_shape,
 )
-from thinwire.lowrank.method import LowRankMethod
 from thinwire.memory.base import add_gradients
+from thinwire.methods.lowrank import LowRankMethod
 from thinwire.observe.ledger import Ledger
-from thinwire.plan.groups import Group
 
 
 def describe(
@@ -59,6 +60,7 @@ class Ranks:
             for info in infos:
                 compressor.expect(info, torch.device("cpu"))
         self.count = 0
+        self.routes: dict[Any, Route] = {}
         self.fused_steps = 0
         """How often a rank was served by kernels."""
         self.ledgers = [Ledger(world) for _ in range(world)]
@@ -96,32 +98,38 @@ class Ranks:
 
     def _open(self, rank: int, gradients: Mapping[str, Tensor]) -> Opened:
         """Open one rank's step; `c` remembers gradient + residual."""
-        group, compressor = self.groups[rank], self.compressors[rank]
+        group = self.groups[rank]
+        memory = self.compressors[rank].memory
+        assert memory is not None
         dtype = next(iter(gradients.values())).dtype
         flat = torch.zeros(sum(slot.numel for slot in group.slots), dtype=dtype)
         for slot in group.sources:
             slot.view(flat).copy_(gradients[slot.name])
-        steps, place = [self.count] * len(group.slots), Place(rank, self.world)
-        flags, finite = inspect_pieces(group.pieces(flat))
         if rank == 0:
             self.c = []
-        if self.fused:
-            memory = compressor.memory
-            assert memory is not None
-            self.c.append(memory.stores["residual"].bind(group).flat.clone())
-            add_gradients(self.c[-1], group, finite)
-            opened = compressor.open_fused(
-                BucketStep(group, flat, steps, None, place, self.deterministic)
-            )
-            if opened is not None:
-                self.fused_steps += 1
-                assert torch.equal(opened.account.c, self.c[-1])
-                return opened
-            self.c.pop()
-        step = GroupStep(group, finite, flags, steps, None, place, self.deterministic)
-        opened = compressor.open(step)
-        self.c.append(opened.account.c.clone())
+        self.c.append(memory.stores["residual"].bind(group).flat.clone())
+        _, finite = inspect_pieces(group.pieces(flat))
+        add_gradients(self.c[-1], group, finite)
+        route = self.route(rank, dtype)
+        if rank == 0:
+            # What rank 0 brings to this exchange, flags apart, and what it is expected to send.
+            self.numbers, self.expected = sum(route.entries), sum(route.slot_bytes)
+        self.fused_steps += route.backend == "CUDA kernels"
+        opened = route.open(GroupStep(flat, [self.count] * len(group.slots), None))
+        # The first product of a step takes the gradient into memory.
+        opened.program = begin_now(opened.program)
+        assert torch.equal(opened.account.c, self.c[-1])
         return opened
+
+    def route(self, rank: int, dtype: torch.dtype) -> Route:
+        """How a rank's group travels in this step."""
+        terms = Terms(Place(rank, self.world), dtype, self.fused, self.deterministic)
+        plan = self.compressors[rank].plan(self.groups[rank], terms)
+        modes = plan.begin([self.count] * len(self.groups[rank].slots))
+        key = (rank, self.groups[rank], terms, modes)
+        if key not in self.routes:
+            self.routes[key] = plan.route(modes)
+        return self.routes[key]
 
     def _in_group(self, rank: int, outcome: Outcome) -> Outcome:
         """The outcome with its update in the group's layout, wherever it was delivered."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,14 +11,8 @@ import torch.distributed as dist
 import typer
 from typer.testing import CliRunner
 
-from thinwire.bench.exchange import bench_exchange
-from thinwire.bench.lowrank import (
-    PAPER_RANKS,
-    format_rows,
-    measure_lowrank,
-    sent_sizes,
-    shapes_of,
-)
+from thinwire.bench.lowrank import PAPER_RANKS, measure_lowrank, sent_sizes, shapes_of
+from thinwire.bench.lowrank_command import bench_lowrank
 from thinwire.errors import UsageError
 
 MEGABYTES = {
@@ -39,7 +34,7 @@ def test_the_papers_models_send_what_they_should(model):
         assert 4 * elements / 2**20 == pytest.approx(expected, rel=0.03)
 
 
-def table_job(rank: int, world: int) -> str:
+def rows_job(rank: int, world: int) -> list[dict]:
     shapes = [(64, 32), (64,), (32, 16, 3, 3)]
     group = dist.group.WORLD
     assert group is not None
@@ -50,37 +45,37 @@ def table_job(rank: int, world: int) -> str:
     assert [row.sends for row in rows] == ["dense", "P", "Q"]
     assert [row.bytes for row in rows] == [4 * 6720, 4 * (256 + 64 + 128), 4 * (128 + 64 + 576)]
     assert all(row.per_tensor_ms > 0 and row.fused_ms > 0 for row in rows)
-    return format_rows(rows)
+    return [asdict(row) for row in rows]
 
 
-def test_the_table_is_the_same_on_all_ranks(pools):
-    tables = pools(3).run(table_job)
-    assert len(set(tables)) == 1
-    assert "tensor by tensor ms" in tables[0]
+def test_the_rows_are_the_same_on_all_ranks(pools):
+    first, *others = pools(3).run(rows_job)
+    assert all(rows == first for rows in others)
 
 
 def command(*options: str):
     app = typer.Typer()
-    app.command()(bench_exchange)
-    return CliRunner().invoke(app, ["--lowrank", *options])
+    app.command()(bench_lowrank)
+    return CliRunner().invoke(app, list(options))
 
 
 def test_the_command_prints_and_writes_the_rows_of_the_papers_ranks(monkeypatch, tmp_path):
     asked = []
 
-    def run(job, ranks, names, rank, repeats):
-        asked.append((ranks, names, rank, repeats))
-        row = {"workers": ranks, "rank": rank or PAPER_RANKS[names[0]], "sends": "P", "tensors": 3}
+    def run(job, ranks, columns, repeats):
+        asked.append((ranks, columns, repeats))
+        row = {"workers": ranks, "sends": "P", "tensors": 3}
         times = {"bytes": 2**20, "per_tensor_ms": 7.0, "fused_ms": 2.0}
-        return [{"model": name, **row, **times} for name in names]
+        return [{"model": name, **row, "rank": rank, **times} for name, rank in columns.items()]
 
-    monkeypatch.setattr("thinwire.bench.lowrank.run_ranks", run)
+    monkeypatch.setattr("thinwire.bench.lowrank_command.run_ranks", run)
     result = command("--models", "bert-base", "--ranks", "3", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    assert asked == [(3, ["bert-base"], None, 10)]
+    assert asked == [(3, {"bert-base": 32}, 10)]
+    assert "tensor by tensor ms" in result.output
     line = result.output.splitlines()[1].split()
     assert line == ["bert-base", "3", "32", "P", "3", "1.00", "7.00", "2.00"]
-    assert (tmp_path / "rows.csv").read_text().startswith("model,workers,rank,sends")
+    assert (tmp_path / "rows.csv").read_text().startswith("model,workers,sends")
     assert (tmp_path / "rows.json").exists()
     assert isinstance(command("--models", "vgg").exception, UsageError)
     assert isinstance(command("--rank", "0").exception, UsageError)

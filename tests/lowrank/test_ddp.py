@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from tests.lanes import slow
 from tests.models import batches, fingerprint, make_cnn, train
 from thinwire.methods.acpsgd import ACPSGD
 from thinwire.methods.base import Method
@@ -50,14 +51,14 @@ def make_odd() -> nn.Module:
     return Odd()
 
 
-def replicas_job(rank: int, world: int) -> tuple[bytes, int, dict[str, str]]:
+def replicas_job(rank: int, world: int, steps: int) -> tuple[bytes, int, dict[str, str]]:
     torch.manual_seed(rank)
     two_phase, alternating = METHODS
     ddp = DistributedDataParallel(make_odd(), bucket_cap_mb=0.002, find_unused_parameters=True)
     handle = tw.attach(ddp, two_phase, policy=[tw.rule("layers.*", method=alternating)])
-    handle.pipeline.convoy.worth_sending = 0
+    handle.reducer.coalesce_bytes = 0
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
-    train(ddp, optimizer, batches(rank, 148))
+    train(ddp, optimizer, batches(rank, steps - 2))
     before = count_buckets(handle)
     train(ddp, optimizer, batches(rank, 2, seed=1))
     buckets = (count_buckets(handle) - before) // 2
@@ -73,13 +74,14 @@ def count_buckets(handle: tw.Handle) -> int:
     return sum(row.messages for (phase, _), row in rows if phase != "lowrank/q")
 
 
-def test_replicas_stay_bit_identical(pools):
-    """150 steps from step 0, more than 16 buckets, both methods in one model."""
-    results = pools(3).run(replicas_job)
+@pytest.mark.parametrize("steps", [40, slow(150)])
+def test_replicas_stay_bit_identical(pools, steps):
+    """From step 0 on, more than 16 buckets, both methods in one model."""
+    results = pools(3).run(replicas_job, steps)
     assert len({result[0] for result in results}) == 1
     _, buckets, actions = results[0]
     assert buckets >= 16
-    assert actions["scale"] == actions["empty"] == "dense"
+    assert actions["scale"] == "dense" and actions["empty"] == "nothing to send"
     assert "3 x 24 x 16" in actions["experts"]
     assert "rank 2 of 12 x 108" in actions["deep.weight"]
 

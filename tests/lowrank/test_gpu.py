@@ -8,22 +8,21 @@ import pytest
 import torch
 
 from tests.contracts.cluster import Cluster
+from tests.kernels.cpu_compiler import switch
 from tests.lowrank.ranks import describe
-from thinwire.compressor import GroupStep
-from thinwire.exchange.drivers import run_virtual
+from thinwire.compress import GroupStep, Terms
+from thinwire.engine.virtual import run_virtual
 from thinwire.exchange.requests import Place
-from thinwire.kernels.inspection import inspect_pieces
-from thinwire.layout import BucketLayout
+from thinwire.kernels.cuda.toolchain import kernels_for
+from thinwire.layout import BucketLayout, Group
 from thinwire.lowrank.basis import orthogonalise
 from thinwire.lowrank.batches import make_batches
-from thinwire.lowrank.cuda import products
 from thinwire.lowrank.cuda.kernels import has_products
 from thinwire.lowrank.cuda.products import KernelSent
 from thinwire.lowrank.layout import FactorLayout
 from thinwire.lowrank.matrices import matrices_of
 from thinwire.methods.acpsgd import ACPSGD
 from thinwire.methods.powersgd import PowerSGD
-from thinwire.plan.groups import Group
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,18 +87,24 @@ def test_steps_match_the_cpu_and_never_wait(method):
     updates = {}
     for device in ("cpu", "cuda"):
         group = make_group(device)
-        compressors = [method.compressor() for _ in range(2)]
+        # Not aligned: the products in torch are compared.
+        plans = [
+            method.compressor().plan(group, Terms(Place(r, 2), torch.float32, aligned=False))
+            for r in range(2)
+        ]
+        routes = [{} for _ in plans]
+        numel = max(slot.offset + slot.numel for slot in group.sources)
         generator = torch.Generator().manual_seed(0)
         for count in range(6):
             opened = []
-            for rank, compressor in enumerate(compressors):
-                drawn = [torch.randn(slot.numel, generator=generator) for slot in group.slots]
-                flags, finite = inspect_pieces([piece.to(device) for piece in drawn])
-                step = GroupStep(
-                    group, finite, flags, [count] * len(drawn), None, Place(rank, 2), False
-                )
+            for plan, known in zip(plans, routes, strict=True):
+                flat = torch.randn(numel, generator=generator).to(device)
+                counts = [count] * len(group.slots)
+                modes = plan.begin(counts)
+                if modes not in known:
+                    known[modes] = plan.route(modes)
                 torch.cuda.set_sync_debug_mode("error" if count > 3 else "default")
-                opened.append(compressor.open(step))
+                opened.append(known[modes].open(GroupStep(flat, counts, None)))
                 torch.cuda.set_sync_debug_mode("default")
             torch.cuda.set_sync_debug_mode("error" if count > 3 else "default")
             outcomes = run_virtual([one.program for one in opened])
@@ -127,30 +132,33 @@ def test_the_kernels_are_used():
     assert all(has_products(torch.device("cuda", 0), rank, torch.float32) for rank in (4, 32))
 
 
+def run_steps(method, dtype, fused):
+    """Updates and residuals after four steps."""
+    cluster = Cluster(2, method, shapes=LAYERS, dtype=dtype, device="cuda")
+    for count in range(4):
+        gradients = draw(cluster, count)
+        torch.cuda.set_sync_debug_mode("error" if fused and count > 1 else "default")
+        try:
+            updates = cluster.step(gradients)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        sent = [a.sent for p in cluster.reducers for a in p.record.accounts]
+        assert all(isinstance(one, KernelSent) == fused for one in sent)
+        assert all(torch.equal(updates[0][name], updates[1][name]) for name in LAYERS)
+    return updates, [cluster.residuals(rank) for rank in range(2)]
+
+
 @pytest.mark.parametrize(
     ("rank", "dtype"),
     [(1, torch.float32), (4, torch.float32), (4, torch.bfloat16), (32, torch.float32)],
 )
 @pytest.mark.parametrize("method", [PowerSGD, ACPSGD])
-def test_kernels_compute_what_torch_computes(monkeypatch, method, rank, dtype):
+def test_kernels_compute_what_torch_computes(method, rank, dtype):
     """Whole buckets of real layers; in later steps the host may not wait."""
     results = []
-    for kernels in (True, False):
-        if not kernels:
-            monkeypatch.setattr(products, "has_products", lambda device, rank, dtype: False)
-        setting = method(rank=rank, dense_fallback=False)
-        cluster = Cluster(2, setting, shapes=LAYERS, dtype=dtype, device="cuda")
-        for count in range(4):
-            gradients = draw(cluster, count)
-            torch.cuda.set_sync_debug_mode("error" if kernels and count > 1 else "default")
-            try:
-                updates = cluster.step(gradients)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            sent = [a.sent for p in cluster.pipelines for a in p._book.accounts]
-            assert all(isinstance(one, KernelSent) == kernels for one in sent)
-            assert all(torch.equal(updates[0][name], updates[1][name]) for name in LAYERS)
-        results.append((updates, [cluster.residuals(rank) for rank in range(2)]))
+    for fused in (True, False):
+        with switch("cuda", kernels_for(torch.device("cuda", 0)) if fused else None):
+            results.append(run_steps(method(rank=rank, dense_fallback=False), dtype, fused))
     (updates, held), (wanted, others) = results
     bound = 1e-3 if dtype == torch.float32 else 3e-2
     for mine, theirs in ((updates, wanted), (held, others)):

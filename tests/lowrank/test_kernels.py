@@ -9,25 +9,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.contracts.cluster import Cluster
-from tests.kernels.cpu_compiler import compile_for_cpu, needs_compiler
+from tests.kernels.cpu_compiler import PLAIN, CpuToolchain, needs_compiler, switch
 from tests.lowrank import test_contracts as contracts
 from tests.lowrank.ranks import Ranks, describe, random_gradients
-from thinwire.compressor import BucketStep
+from thinwire.compress import GroupStep
 from thinwire.exchange.base import Outcome
-from thinwire.exchange.requests import Place, Program
+from thinwire.exchange.requests import Program
 from thinwire.layout import SlotKind
-from thinwire.lowrank.basis import RIDGE, orthogonalise
+from thinwire.lowrank.basis import orthogonalise
 from thinwire.lowrank.cuda import kernels as module
-from thinwire.lowrank.cuda import products, tables
-from thinwire.lowrank.cuda.kernels import SOURCES, Kernels, make_basis_tables
+from thinwire.lowrank.cuda.kernels import Kernels, make_basis_tables
 from thinwire.lowrank.cuda.products import KernelSent
-from thinwire.lowrank.cuda.tables import is_turned, team_of
+from thinwire.lowrank.cuda.tables import is_turned, warps_of
 from thinwire.lowrank.matrices import matrices_of
 from thinwire.methods.acpsgd import ACPSGD
 from thinwire.methods.powersgd import PowerSGD
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 F32 = torch.float32
+CPU = torch.device("cpu")
 INFOS = [
     *contracts.INFOS,
     describe("turned", (20, 28), F32, strides=(1, 20)),
@@ -45,13 +45,11 @@ each_method = pytest.mark.parametrize("method", METHODS, ids=str)
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch):
+def kernels(monkeypatch):
     """Kernels on CPU tensors; ranks ask for them."""
-    monkeypatch.setattr(Kernels, "compiler", staticmethod(compile_for_cpu))
-    monkeypatch.setattr(
-        products, "has_products", lambda device, rank, dtype: rank <= module.MAX_RANK
-    )
     monkeypatch.setattr(Ranks, "fused", True)
+    with switch("cpu", PLAIN) as made:
+        yield made
 
 
 @each_method
@@ -129,30 +127,27 @@ def test_narrow_gradients(monkeypatch, dtype):
     assert fast.fused_steps == 6
 
 
-def run_cluster(monkeypatch, kernels: bool, method, shapes, scales, dtype):
+def run_cluster(fused: bool, method, shapes, scales, dtype):
     """Updates and residuals of every step, through the whole pipeline, beside parameters that stay dense."""
     scale = torch.ones(())
     cluster = Cluster(2, method, shapes=shapes, dtype=dtype, scale=lambda: scale)
     results = []
-    with monkeypatch.context() as patch:
-        if not kernels:
-            patch.setattr(products, "has_products", lambda device, rank, dtype: False)
+    with switch("cpu", PLAIN if fused else None):
         for count, value in enumerate(scales):
             scale.fill_(value)
             updates = cluster.step(cluster.random(count))
-            sent = [a.sent for p in cluster.pipelines for a in p._book.accounts]
-            assert all(isinstance(one, KernelSent) == kernels for one in sent)
+            sent = [a.sent for p in cluster.reducers for a in p.record.accounts]
+            assert all(isinstance(one, KernelSent) == fused for one in sent)
             results.append((updates, [cluster.residuals(rank) for rank in range(2)]))
     return results
 
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
 @pytest.mark.parametrize("method", [PowerSGD(rank=4), ACPSGD(rank=4)], ids=str)
-def test_whole_buckets_under_a_changing_scale(monkeypatch, method, dtype):
+def test_whole_buckets_under_a_changing_scale(method, dtype):
     shapes = {"bias": (7,), "w": (40, 33), "scalar": (), "v": (24, 60), "conv": (32, 4, 3, 3)}
     results = [
-        run_cluster(monkeypatch, kernels, method, shapes, (64.0, 128.0, 32.0), dtype)
-        for kernels in (True, False)
+        run_cluster(fused, method, shapes, (64.0, 128.0, 32.0), dtype) for fused in (True, False)
     ]
     bound = 2e-4 if dtype == F32 else 2e-2
     for (updates, held), (wanted, others) in zip(*results, strict=True):
@@ -188,29 +183,27 @@ class Launches(TorchDispatchMode):
     ],
     ids=str,
 )
-def test_a_step_takes_few_launches(monkeypatch, method, count):
+def test_a_step_takes_few_launches(kernels, method, count):
     """However many matrices, of however many shapes; the sum over ranks not counted."""
     launches = Launches()
 
-    def compile_and_count(file, name, defines):
-        kernel = compile_for_cpu(file, name, defines)
-
-        def counted(*args, **options):
+    def counted(name, kernel):
+        def launch(*args):
             launches.found.append(name)
-            kernel(*args, **options)
+            kernel(*args)
 
-        return counted
+        return launch
 
-    monkeypatch.setattr(Kernels, "compiler", staticmethod(compile_and_count))
+    kernels.use(CpuToolchain(wrap=counted))
     infos = [info for info in INFOS if info.name not in ("turned", "experts")]
     ranks = Ranks(replace(method, dense_fallback=False), infos, 2)
-    group, compressor = ranks.groups[0], ranks.compressors[0]
     for turn in range(3):
         bucket = torch.randn(sum(info.numel for info in infos))
+        ranks.count = turn
+        route = ranks.route(0, torch.float32)
         launches.found.clear()
         with launches:
-            step = BucketStep(group, bucket, [turn] * len(infos), None, Place(0, 2), False)
-            opened = compressor.open_fused(step)
+            opened = route.open(GroupStep(bucket, [turn] * len(infos), None))
             outcome = run_alone(opened.program)
             opened.account.settle(outcome.non_finite)
     assert len(launches.found) == count, launches.found
@@ -259,7 +252,7 @@ def test_bases_span_what_qr_spans(rank, spoilt):
         factors[1][0, 600, 0] = torch.nan
     flat = torch.cat([factor.reshape(-1) for factor in factors])
     status = torch.zeros((), dtype=torch.bool)
-    bases = Kernels(rank, F32).orthogonalise(flat, make_basis_tables(shapes, spares), status)
+    bases = Kernels(CPU, rank, F32).orthogonalise(flat, make_basis_tables(shapes, spares), status)
     assert bool(status) == (spoilt == "nan")
     for factor, piece in zip(factors, bases.split([f.numel() for f in factors]), strict=True):
         basis = piece.view(factor.shape).double()
@@ -277,7 +270,10 @@ def test_bases_span_what_qr_spans(rank, spoilt):
 def test_the_flag_behind_the_factors_is_watched(rank):
     flat = torch.cat([torch.randn(40 * rank), torch.tensor([1.0, torch.nan])])
     status = torch.zeros((), dtype=torch.bool)
-    kernels, table = Kernels(rank, F32), make_basis_tables([(1, 40, rank)], torch.randn(40 * rank))
+    kernels, table = (
+        Kernels(CPU, rank, F32),
+        make_basis_tables([(1, 40, rank)], torch.randn(40 * rank)),
+    )
     kernels.orthogonalise(flat, table, status, watched=40 * rank)
     assert not status
     kernels.orthogonalise(flat, table, status, watched=40 * rank + 1)
@@ -293,20 +289,4 @@ def test_layouts_that_the_kernels_know():
     assert turned((6, 4, 3, 3), strides=(36, 1, 12, 4)) is False
     assert turned((5, 6, 4), kind=SlotKind.OTHER) is False
     assert turned((5, 6, 4), strides=(4, 20, 1), kind=SlotKind.OTHER) is None
-    assert [team_of(columns) for columns in (3, 256, 257, 1024, 1025, 9999)] == [1, 1, 2, 4, 8, 8]
-
-
-def test_the_sources_and_the_tables_agree_on_constants():
-    text = (SOURCES / "orthogonalise.cu").read_text()
-    wide = (SOURCES / "orthogonalise_wide.cu").read_text()
-    threads = module.BASIS_THREADS
-    assert f"#define RIDGE {RIDGE:g}\n" in text and f"#define RIDGE {RIDGE:g}\n" in wide
-    assert f"#define THREADS (RANK > 4 ? {threads[8]} : {threads[4]})\n" in text
-    assert f"#define THREADS {threads[16]}\n" in wide and threads[16] == threads[32]
-    assert f"#define PIECE {module.PIECE} " in wide
-    text = (SOURCES / "products.cu").read_text()
-    lines, warps = tables.WIDE_LINES, tables.WIDE_WARPS
-    assert f"#define LINES (RANK > {module.WIDE} ? {lines} : {module.WARP} / RANK)" in text
-    assert f"#define ROW_WARPS (RANK > {module.WIDE} ? {warps} : WARPS)" in text
-    for name in ("WARPS", "CHUNK", "SPAN"):
-        assert f"#define {name} {getattr(tables, name)}" in text
+    assert [warps_of(columns) for columns in (3, 256, 257, 1024, 1025, 9999)] == [1, 1, 2, 4, 8, 8]

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.lanes import slow
 from tests.lowrank.ranks import Ranks
 from thinwire.layout import describe_module
-from thinwire.lowrank.method import LowRankMethod
 from thinwire.methods.acpsgd import ACPSGD
+from thinwire.methods.lowrank import LowRankMethod
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.plan.policy import make_plan
 from thinwire.recipes.data.digits import load
@@ -124,7 +125,7 @@ def dense() -> dict[str, float]:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(
-    "method", [PowerSGD(rank=4), ACPSGD(rank=4)], ids=lambda m: type(m).__name__
+    "method", [slow(PowerSGD(rank=4)), ACPSGD(rank=4)], ids=lambda m: type(m).__name__
 )
 def test_rank_4_learns_what_dense_learns(method, task, dense):
     assert dense[task] > 0.93

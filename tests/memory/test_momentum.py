@@ -20,8 +20,8 @@ def momentum_topk(density=0.05, *, nesterov=False, masking=True, storage="fp32",
 
 
 def store(cluster, rank, name, which):
-    cluster.pipelines[rank].settle()
-    return cluster.pipelines[rank].roster.held(name, which)
+    cluster.reducers[rank].settle()
+    return cluster.reducers[rank].assignments.held(name, which)
 
 
 @pytest.mark.parametrize("masking", [True, False])
@@ -78,7 +78,7 @@ def test_discarded_step_unmasks_after_it_was_settled():
     gradients = cluster.random(0)
     cluster.step(gradients)
     assert not same_bits(store(cluster, 0, "weight", "momentum"), gradients[0]["weight"])
-    cluster.pipelines[0].settle(discard=True)
+    cluster.reducers[0].settle(discard=True)
     assert same_bits(store(cluster, 0, "weight", "momentum"), gradients[0]["weight"])
     assert same_bits(store(cluster, 0, "weight", "residual"), gradients[0]["weight"])
     assert not store(cluster, 0, "bias", "momentum").any()
@@ -110,7 +110,7 @@ def test_turning_dense_averages_u_and_v_and_turning_sparse_keeps_u(nesterov, sto
     cluster.switch(method)
     gradients = cluster.random(9)
     cluster.step(gradients)
-    cluster.pipelines[0].settle(discard=True)
+    cluster.reducers[0].settle(discard=True)
     expected = 0.9 * held + gradients[0]["weight"]
     tolerance = 1e-6 if storage == "fp32" else 0.1
     torch.testing.assert_close(
@@ -137,7 +137,7 @@ def test_momentum_must_come_from_somewhere():
     with pytest.raises(UsageError, match="optimizer"):
         MomentumCorrection().start()
     with pytest.raises(UsageError, match=r"momentum is 0\.5"):
-        MomentumCorrection(0.5).bound(0.9, False)
+        MomentumCorrection(0.5).with_momentum(0.9, False)
     with pytest.raises(UsageError, match=r"\[0, 1\)"):
         MomentumCorrection(1.0)
 

@@ -8,10 +8,10 @@ import torch
 import thinwire as tw
 from tests.contracts.cluster import Cluster, parameter, same_bits
 from thinwire.errors import UsageError
+from thinwire.layout import Group
 from thinwire.memory import storage as storages
 from thinwire.memory.residual import Residual
 from thinwire.memory.storage import STORAGES, PackedBinding, make_store
-from thinwire.plan.groups import Group
 
 LOSS = {"bf16": 0.0035, "int8": 0.014}
 """Largest relative L2 error of one packing of normal data, as docs/methods.md states it."""
@@ -106,8 +106,8 @@ def test_every_slot_is_packed_as_if_alone(storage, kind, gap, monkeypatch):
     for slot, one, wanted in zip(group.slots, values, expected, strict=True):
         assert torch.equal(binding.read(slot), wanted)
         other.put(slot, one)
-    assert torch.equal(other.codes, binding.codes)
-    assert torch.equal(other.exponents, binding.exponents)
+    assert torch.equal(other.packed.codes, binding.packed.codes)
+    assert torch.equal(other.packed.exponents, binding.packed.exponents)
 
 
 @pytest.mark.parametrize("storage", NARROW)
@@ -164,8 +164,8 @@ def test_bytes_are_what_the_format_says(storage):
     method = tw.TopK(density=0.01, memory=Residual(storage=storage), dense_fallback=False)
     cluster = Cluster(2, method, shapes={"w": (256, 128), "v": (128, 128)})
     cluster.step(cluster.random(0))
-    cluster.pipelines[0].settle()
-    held = sum(memory.nbytes() for memory in cluster.pipelines[0].roster.memories())
+    cluster.reducers[0].settle()
+    held = sum(memory.nbytes() for memory in cluster.reducers[0].assignments.memories())
     assert held == BYTES[storage] * (256 + 128) * 128
 
 
@@ -200,7 +200,7 @@ def test_state_survives_rebucketing_and_a_round_trip(storage):
     assert all(same_bits(cluster.residuals(0)[n], held[n]) for n in held)
     other = Cluster(2, method)
     for rank in range(2):
-        other.pipelines[rank].load_state_dict(cluster.pipelines[rank].state_dict())
+        other.reducers[rank].load_state_dict(cluster.reducers[rank].state_dict())
     for step in range(2, 5):
         ours, theirs = cluster.step(cluster.random(step)), other.step(other.random(step))
         assert all(same_bits(ours[0][n], theirs[0][n]) for n in held)

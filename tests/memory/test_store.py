@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from tests.contracts.cluster import parameter
-from thinwire.layout import BucketLayout
+from thinwire.layout import BucketLayout, Group
 from thinwire.memory.residual import NoMemory, Residual
 from thinwire.memory.store import FlatStore
-from thinwire.plan.groups import Group
 
 SHAPES = {"a": (2, 3), "b": (5,), "c": (3, 3)}
 
@@ -67,7 +66,7 @@ def test_values_are_kept_in_plain_units_across_scales_and_groupings():
     store.write("c", value)
     for scale, names in ((1024.0, ("a", "c")), (2048.0, ("a", "c")), (512.0, ("c",))):
         binding = store.bind(group_of(*names))
-        binding.rescale(torch.tensor(scale))
+        binding.begin(torch.tensor(scale)).brought()
         assert torch.equal(store.read("c"), value)
         assert torch.equal(binding.group.slots[-1].view(binding.flat), value * scale)
     store.write("c", 2 * value)

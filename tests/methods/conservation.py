@@ -15,7 +15,7 @@ import torch
 
 from tests.contracts.cluster import Cluster, same_bits
 from thinwire.errors import UsageError
-from thinwire.exchange.gather import AllGatherFast
+from thinwire.exchange.all_gather import AllGather
 from thinwire.memory.base import Memory
 from thinwire.memory.momentum import MomentumCorrection
 from thinwire.memory.residual import NoMemory, Residual
@@ -44,10 +44,10 @@ METHODS: dict[str, SparseMethod] = {
     "sidco": SIDCo(density=0.05),
     "sidco adapt": SIDCo(density=0.05, distribution="gamma", stages=1, adapt=True),
     "randomk": RandomK(density=0.05),
-    "randomk gathered": RandomK(density=0.05, exchange=AllGatherFast()),
+    "randomk gathered": RandomK(density=0.05, exchange=AllGather()),
     "threshold": Threshold(threshold=1.5, density=0.2),
     "chunktopk": ChunkTopK(density=0.2, chunk=16),
-    "chunktopk gathered": ChunkTopK(density=0.2, chunk=16, exchange=AllGatherFast()),
+    "chunktopk gathered": ChunkTopK(density=0.2, chunk=16, exchange=AllGather()),
 }
 MEMORIES: dict[str, Memory] = {
     "residual": Residual(),
@@ -69,7 +69,7 @@ def worst_loss(method: SparseMethod, world: int = 3, steps: int = 2) -> float:
     for step in range(steps):
         before = [cluster.residuals(rank) for rank in range(world)]
         momenta = [
-            {name: cluster.pipelines[rank].roster.held(name, "momentum") for name in COMPRESSED}
+            {name: cluster.reducers[rank].assignments.held(name, "momentum") for name in COMPRESSED}
             for rank in range(world)
         ]
         gradients = cluster.random(step)

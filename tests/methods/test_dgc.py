@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
@@ -18,7 +25,9 @@ from thinwire.memory.clip import Clip
 from thinwire.memory.momentum import MomentumCorrection
 from thinwire.methods.base import DenseMomentum
 from thinwire.methods.dgc import DGC
-from thinwire.optim import DGCSGD, decay_direction, take_over
+from thinwire.optim import DGCSGD
+from thinwire.optim.dgc_sgd import decay_direction
+from thinwire.optim.takeover import take_over
 from thinwire.select.sampled import SampledThreshold, lower_to_reach
 
 SHAPES = {"weight": (60, 80), "bias": (8,)}
@@ -103,7 +112,7 @@ def test_one_selection_finds_the_threshold_that_counting_finds(start, iterations
         for x in (magnitude, (magnitude * 4).round() / 4, torch.full_like(magnitude, 0.4)):
             search = SampledThreshold(0.01, iterations=iterations).session()
             threshold = torch.tensor(start, dtype=dtype)
-            counted = search._adapt(x, threshold, 51)
+            counted = search.adapt(x, threshold, 51)
             assert torch.equal(counted, lower_to_reach(x, threshold, 0.8, 41, iterations))
 
 
@@ -152,7 +161,7 @@ def test_clip_refuses_nonsense():
 
 
 class Single:
-    """One worker without DDP: gradients pass through a one-rank pipeline between backward and step."""
+    """One worker without DDP: gradients pass through a one-rank reducer between backward and step."""
 
     def __init__(self, method, optimizer, model):
         self.model = model
@@ -163,9 +172,9 @@ class Single:
             self.takeover.bind(method),
             shapes={name: p.shape for name, p in named.items()},
         )
-        self.pipeline = self.cluster.pipelines[0]
+        self.reducer = self.cluster.reducers[0]
         self.closing = []
-        self.takeover.commit(self)
+        self.takeover.commit([self])
 
     def on_close(self, action):
         self.closing.append(action)
@@ -192,7 +201,7 @@ def run_pair(method, settings, optimizer=torch.optim.SGD, steps=8, warm=0):
             single.exchange()
         plain_opt.step()
         our_opt.step()
-    return plain, ours, our_opt, single
+    return plain, ours, our_opt, single, plain_opt
 
 
 SGD_SETTINGS = [
@@ -230,7 +239,7 @@ def test_the_dense_path_is_sgd(settings):
 
 
 def tw_dense_schedule():
-    from thinwire.plan.schedule import Schedule
+    from thinwire.methods.schedule import Schedule
 
     return Schedule((0,), (1.0,))
 
@@ -247,24 +256,79 @@ def test_momentum_of_earlier_steps_is_taken_along(settings):
     close(plain, ours)
 
 
-def test_optimizer_state_resumes_and_comes_back():
-    settings = {"momentum": 0.9, "weight_decay": 0.01}
-    _, ours, optimizer, single = run_pair(UNMASKED, settings)
+DECAYED = {"momentum": 0.9, "weight_decay": 0.01}
+
+
+def test_settings_come_back_when_the_handle_closes():
+    _, ours, optimizer, single, _ = run_pair(UNMASKED, DECAYED)
     group = optimizer.param_groups[0]
     assert (group["momentum"], group["weight_decay"]) == (0.0, 0.0)
-    saved = optimizer.state_dict()
-    fresh = torch.optim.SGD(ours.parameters(), lr=0.05, **settings)
-    fresh.load_state_dict(saved)
-    again = take_over(UNMASKED, fresh, dict(ours.named_parameters()))
-    assert (again.momentum, again.nesterov) == (0.9, False)
     for action in single.closing:
         action()
     assert (group["momentum"], group["weight_decay"]) == (0.9, 0.01)
+    assert "taken_over" not in group
     assert not any(optimizer.state[p] for p in ours.parameters())
 
 
+def test_a_saved_optimizer_is_a_plain_one():
+    _, ours, optimizer, *_ = run_pair(UNMASKED, DECAYED)
+    saved = optimizer.state_dict()
+    (group,) = saved["param_groups"]
+    assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.9, 0.01, False)
+    assert set(group) == set(
+        torch.optim.SGD(ours.parameters(), lr=0.1).state_dict()["param_groups"][0]
+    )
+    assert all(set(state) == {"momentum_buffer"} for state in saved["state"].values())
+    assert optimizer.param_groups[0]["momentum"] == 0.0, "saving changes nothing"
+    fresh = torch.optim.SGD(ours.parameters(), lr=0.05)
+    fresh.load_state_dict(saved)
+    assert take_over(UNMASKED, fresh, dict(ours.named_parameters())).momentum == 0.9
+
+
+@pytest.mark.parametrize("settings", SGD_SETTINGS, ids=str)
+def test_a_plain_script_goes_on_from_a_saved_optimizer(settings):
+    """Where everything is dense, exactly as if there had been no takeover."""
+    plain, ours, optimizer, _, plain_opt = run_pair(DGC(density=tw_dense_schedule()), settings)
+    went_on = torch.optim.SGD(ours.parameters(), lr=0.9)
+    went_on.load_state_dict(optimizer.state_dict())
+    never_left = torch.optim.SGD(plain.parameters(), lr=0.9)
+    never_left.load_state_dict(plain_opt.state_dict())
+    train(plain, never_left, batches(0, 4, seed=5))
+    train(ours, went_on, batches(0, 4, seed=5))
+    close(plain, ours)
+
+
+@pytest.mark.parametrize("settings", SGD_SETTINGS, ids=str)
+def test_a_dense_checkpoint_loads_after_attach(settings):
+    plain = make_cnn()
+    plain_opt = torch.optim.SGD(plain.parameters(), lr=0.05, **settings)
+    train(plain, plain_opt, batches(0, 4))
+    ours = make_cnn()
+    our_opt = torch.optim.SGD(ours.parameters(), lr=0.9, **{**settings, "weight_decay": 0.5})
+    single = Single(UNMASKED, our_opt, ours)
+    ours.load_state_dict(plain.state_dict())
+    our_opt.load_state_dict(plain_opt.state_dict())
+    for images, labels in batches(0, 4, seed=1):
+        for model, opt in ((plain, plain_opt), (ours, our_opt)):
+            opt.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+        single.exchange()
+        plain_opt.step()
+        our_opt.step()
+    close(plain, ours)
+
+
+def test_a_checkpoint_with_another_momentum_is_refused_before_anything_changes():
+    _, ours, optimizer, *_ = run_pair(UNMASKED, DECAYED)
+    for other in ({"momentum": 0.8}, {"momentum": 0.9, "nesterov": True}):
+        saved = torch.optim.SGD(ours.parameters(), lr=0.7, **other).state_dict()
+        with pytest.raises(UsageError, match=r"in the saved optimizer, but .* was taken over"):
+            optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
 def test_gradients_are_left_as_they_were_exchanged():
-    _, ours, optimizer, _ = run_pair(UNMASKED, {"momentum": 0.9, "weight_decay": 0.5}, steps=1)
+    _, ours, optimizer, *_ = run_pair(UNMASKED, {"momentum": 0.9, "weight_decay": 0.5}, steps=1)
     before = [p.grad.clone() for p in ours.parameters()]
     held = [p.grad for p in ours.parameters()]
     optimizer.step()
@@ -299,10 +363,35 @@ def test_what_cannot_be_taken_over_is_refused():
         unattached.step()
 
 
-def test_cycled_momentum_and_closures_are_noticed():
-    _, _, optimizer, _ = run_pair(UNMASKED, {"momentum": 0.9}, steps=1)
-    with pytest.raises(UsageError, match="closure"):
-        optimizer.step(lambda: 0.0)
+@pytest.mark.parametrize("settings", SGD_SETTINGS, ids=str)
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_closure_computes_the_gradients_inside_step(settings, positional):
+    """Weight decay is then added behind it."""
+    plain, ours = make_cnn(), make_cnn()
+    plain_opt = torch.optim.SGD(plain.parameters(), lr=0.05, **settings)
+    our_opt = torch.optim.SGD(ours.parameters(), lr=0.05, **settings)
+    single = Single(UNMASKED, our_opt, ours)
+    for images, labels in batches(0, 6):
+
+        def backward(model, opt, images=images, labels=labels):
+            opt.zero_grad()
+            loss = nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            return loss
+
+        def closure():
+            loss = backward(ours, our_opt)
+            single.exchange()
+            return loss
+
+        wanted = plain_opt.step(lambda: backward(plain, plain_opt))
+        loss = our_opt.step(closure) if positional else our_opt.step(closure=closure)
+        torch.testing.assert_close(loss, wanted)
+    close(plain, ours)
+
+
+def test_cycled_momentum_is_noticed():
+    _, _, optimizer, *_ = run_pair(UNMASKED, {"momentum": 0.9}, steps=1)
     optimizer.param_groups[0]["momentum"] = 0.8
     with pytest.raises(UsageError, match="must stay 0"):
         optimizer.step()
@@ -332,8 +421,13 @@ def dgc_job(rank, world, settings, nesterov):
     handle = tw.attach(ddp, DGC(density=0.05, **settings), optimizer=optimizer)
     assert "took momentum 0.9" in messages[0]
     train(ddp, optimizer, batches(rank, 10))
-    with pytest.raises(UsageError, match="momentum"):
-        handle.switch(tw.TopK(density=0.05))
+    handle.switch(tw.TopK(density=0.05))
+    train(ddp, optimizer, batches(rank, 3, seed=4))
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    assert all(state["momentum_buffer"].abs().sum() > 0 for state in optimizer.state.values())
+    handle.switch(DGC(density=0.05, **settings))
+    train(ddp, optimizer, batches(rank, 3, seed=5))
+    assert optimizer.param_groups[0]["momentum"] == 0
     handle.switch(tw.Dense())
     train(ddp, optimizer, batches(rank, 4, seed=1))
     assert all(isinstance(row.method, DenseMomentum) for row in handle.plan())
@@ -351,6 +445,94 @@ def test_replicas_stay_bit_identical_through_switches(pools, nesterov, sample_ra
     settings = {"clip": Clip(norm=1.0, by_workers=True), "sample_ratio": sample_ratio}
     prints = pools(3).run(dgc_job, settings, nesterov)
     assert len(set(prints)) == 1
+
+
+def turned_off_job(rank, world):
+    """Everything is sent in every step, so that it must train as SGD does, before and after."""
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("thinwire.handle").addHandler(handler)
+    memory = MomentumCorrection(masking=False)
+    ddp, optimizer, handle = attached(tw.TopK(density=1.0, memory=memory, values="fp32"))
+    plain = DistributedDataParallel(make_cnn())
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.02, momentum=0.9, weight_decay=0.1)
+    train(ddp, optimizer, batches(rank, 3))
+    handle.switch(tw.Dense())
+    train(ddp, optimizer, batches(rank, 1, seed=1))
+    handle.close()
+    train(ddp, optimizer, batches(rank, 3, seed=2))
+    for steps, seed in ((3, 0), (1, 1), (3, 2)):
+        train(plain, sgd, batches(rank, steps, seed=seed))
+    for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    return warnings, fingerprint(ddp)
+
+
+def test_turned_off_as_the_pages_say_the_optimizer_goes_on_with_its_momentum(pools):
+    (warnings, one), (_, other) = pools(2).run(turned_off_job)
+    assert warnings == []
+    assert one == other
+
+
+def attached(method):
+    ddp = DistributedDataParallel(make_cnn(), bucket_cap_mb=0.02)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9, weight_decay=0.1)
+    handle = tw.attach(ddp, method, optimizer=optimizer, deterministic=True)
+    return ddp, optimizer, handle
+
+
+def resume_job(rank, world, order, path):
+    """The optimizer's state and the handle's, in either order, or out of a distributed checkpoint: the same bits."""
+    method = DGC(density=0.05)
+    ddp, optimizer, handle = attached(method)
+    train(ddp, optimizer, batches(rank, 3))
+    optimizer.zero_grad()
+    checkpoint = {"optimizer": PlainState(ddp, optimizer), "handle": handle}
+    dcp.save(checkpoint, checkpoint_id=path)
+    before = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict(), handle.state_dict()))
+    buffers = [s["momentum_buffer"] for s in before[1]["state"].values()]
+    assert len(buffers) == len(list(ddp.parameters()))
+    common = torch.cat([buffer.flatten() for buffer in buffers])
+    dist.all_reduce(common, dist.ReduceOp.MAX)
+    assert torch.equal(common, torch.cat([buffer.flatten() for buffer in buffers]))
+    train(ddp, optimizer, batches(rank, 3, seed=1))
+    handle.close()
+
+    again, optimizer, handle = attached(method)
+    again.module.load_state_dict(before[0])
+    if order == "dcp":
+        optimizer.zero_grad()
+        checkpoint = {"optimizer": PlainState(again, optimizer), "handle": handle}
+        dcp.load(checkpoint, checkpoint_id=path)
+    for what in order if order != "dcp" else ():
+        (optimizer if what == "optimizer" else handle).load_state_dict(
+            before[1 if what == "optimizer" else 2]
+        )
+    train(again, optimizer, batches(rank, 3, seed=1))
+    handle.close()
+    return fingerprint(ddp), fingerprint(again)
+
+
+class PlainState:
+    """What scripts hand to a distributed checkpoint."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self):
+        return get_optimizer_state_dict(self.model, self.optimizer)
+
+    def load_state_dict(self, state):
+        set_optimizer_state_dict(self.model, self.optimizer, state)
+
+
+@pytest.mark.parametrize(
+    "order", [("optimizer", "handle"), ("handle", "optimizer"), "dcp"], ids=str
+)
+def test_resume_is_bit_exact_in_any_order_of_loading(pools, order, tmp_path):
+    results = pools(2).run(resume_job, order, str(tmp_path))
+    assert len({print for pair in results for print in pair}) == 1
 
 
 def wrapped_job(rank, world):

@@ -12,9 +12,9 @@ from tests.contracts.cluster import Cluster, same_bits
 from tests.methods.conservation import COMPRESSED, MEMORIES, METHODS, SHAPES, worst_loss
 from thinwire.errors import UsageError
 from thinwire.exchange.agreed import CyclicLeader
+from thinwire.exchange.all_gather import AllGather
 from thinwire.exchange.chunks import ChunkAllReduce
 from thinwire.exchange.exclusive import Exclusive
-from thinwire.exchange.gather import AllGatherFast
 from thinwire.exchange.hierarchy import Hierarchical
 from thinwire.exchange.shared_indices import SharedIndices
 from thinwire.memory.momentum import MomentumCorrection
@@ -88,8 +88,8 @@ def test_resumed_run_in_another_bucketing_continues_bit_for_bit(name):
         ours.step(ours.random(step))
     theirs = Cluster(3, method, shapes=SHAPES, deterministic=True)
     for rank in range(3):
-        ours.pipelines[rank].settle()
-        theirs.pipelines[rank].load_state_dict(ours.pipelines[rank].state_dict())
+        ours.reducers[rank].settle()
+        theirs.reducers[rank].load_state_dict(ours.reducers[rank].state_dict())
     theirs.buckets = [["head"], ["linear", "bias"], ["conv"]]
     for step in range(3, 6):
         left, right = ours.step(ours.random(step)), theirs.step(theirs.random(step))
@@ -174,26 +174,18 @@ def test_masking_is_refused_where_memory_moves_between_ranks():
 
 
 def test_random_places_compose_with_any_exchange():
-    for exchange in (SharedIndices(), AllGatherFast()):
+    for exchange in (SharedIndices(), AllGather()):
         method = Compose(select=RandomChoice(0.1), exchange=exchange, dense_fallback=False)
         assert Cluster(2, method, shapes=SHAPES)
 
 
 def test_values_only_exchange_sends_no_more_than_the_values():
     """bf16 at density 5 %: two phases of (world-1)/world x 2 bytes per entry, and flags."""
-    from thinwire.exchange.drivers import run_virtual
-    from thinwire.layout import Bucket
-    from thinwire.observe.ledger import Ledger
-
     method = RandomK(density=0.05, dense_fallback=False)
     cluster = Cluster(4, method, shapes={"linear": (80, 100)})
-    layouts = cluster._layout(["linear"])
-    for rank in range(4):
-        cluster.pipelines[rank].reduce(Bucket(layouts[rank], torch.randn(8000)))
-    ledger = Ledger(4)
-    run_virtual([driver.programs.pop() for driver in cluster.drivers], ledger)
+    cluster.step(cluster.random(0))
     values = 2 * 3 * 2 * 400 // 4
-    assert values <= ledger.sent_bytes() <= values + 64
+    assert values <= cluster.ranks.drivers[0].ledger.sent_bytes() <= values + 64
 
 
 def test_threshold_methods_count_what_they_send():
@@ -201,7 +193,7 @@ def test_threshold_methods_count_what_they_send():
         method = replace(METHODS[name], memory=Residual(), dense_fallback=False)
         cluster = Cluster(2, method, shapes={"linear": (100, 200)})
         cluster.step(cluster.random(0))
-        stats = cluster.pipelines[0].tally.stats(1, 0)
+        stats = cluster.reducers[0].tally.stats(1, 0)
         assert 0.8 <= stats.density / method.density <= 1.25
 
 

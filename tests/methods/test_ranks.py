@@ -30,6 +30,8 @@ METHODS = (
     ChunkTopK(density=0.1, chunk=32, memory=MomentumCorrection(storage="int8")),
     SignSGD(),
     SignSGD(memory=Residual()),
+    *(tw.Quantized(bits=bits) for bits in (16, 8, 4, 2, 1, "fp8")),
+    tw.Quantized(bits=4, rounding="stochastic", memory=Residual(storage="bf16")),
 )
 
 

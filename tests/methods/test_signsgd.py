@@ -5,8 +5,8 @@ import torch
 
 import thinwire as tw
 from tests.contracts.cluster import Cluster, same_bits
+from thinwire.engine.virtual import run_virtual
 from thinwire.errors import UsageError
-from thinwire.exchange.drivers import run_virtual
 from thinwire.exchange.majority import pack_bits, unpack_bits, vote_by_majority
 from thinwire.exchange.requests import Place
 from thinwire.memory.residual import Residual
@@ -91,7 +91,7 @@ def test_error_feedback_survives_bad_steps_unused_slots_and_discards():
     gradients = cluster.random(1)
     cluster.step(gradients)
     cluster.residuals(0)
-    cluster.pipelines[0].settle(discard=True)
+    cluster.reducers[0].settle(discard=True)
     torch.testing.assert_close(cluster.residuals(0)["linear"], before + gradients[0]["linear"])
 
 
@@ -103,6 +103,6 @@ def test_vote_keeps_its_size_under_a_loss_scale():
 
 
 def test_other_memories_are_refused():
-    for memory in (Residual(storage="int8"), tw.NoMemory):
+    for memory in (Residual(storage="int8"), tw.memory.NoMemory):
         with pytest.raises(UsageError, match="memory"):
             SignSGD(memory=memory)

@@ -7,10 +7,10 @@ from torch import nn
 
 import thinwire as tw
 from tests.gradients import slot_of
-from thinwire.layout import BucketLayout
+from thinwire.layout import BucketLayout, Group
 from thinwire.memory.account import Account
-from thinwire.observe.dimensions import DimensionStats, dimension_stats, plot_dimensions
-from thinwire.plan.groups import Group
+from thinwire.observe.dimensions import DimensionStats, dimension_stats
+from thinwire.tools.plots import plot_dimensions
 
 
 def test_rows_without_an_entry_are_counted_under_each_selection():

@@ -1,68 +1,55 @@
-"""A tally that counts buckets and adds up slots when asked says what one says that adds up slots in every step."""
+"""A tally that counts buckets and adds up parameters when asked says what one says that adds up in every step."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.contracts.cluster import parameter
-from thinwire.compressor import Opened
-from thinwire.exchange.requests import Place, Program
-from thinwire.layout import BucketLayout
+from thinwire.exchange.requests import Program, Sum
 from thinwire.observe import stats
 from thinwire.observe.ledger import Ledger
-from thinwire.observe.stats import ParameterStats, Tally
-from thinwire.plan.groups import Group
-
-PLACE = Place(1, 3)
+from thinwire.observe.stats import ParameterStats, Tally, TrafficRow, WayTraffic
 
 
-def make_bucket() -> tuple[BucketLayout, list[Group]]:
-    infos = [parameter("w", (4, 6)), parameter("b", (5,)), parameter("v", (3, 3))]
-    slots, offset = [], 0
-    for info in infos:
-        slots.append(info.slot(offset))
-        offset += info.numel
-    layout = BucketLayout(tuple(slots), offset, torch.float32, torch.device("cpu"))
-    members = ([slots[1]], [slots[0], slots[2]])
-    return layout, [Group.of(layout, part, torch.float32) for part in members]
+def describe(step: int) -> WayTraffic:
+    """A dense parameter, and two whose counts shapes tell in all steps but every third."""
+    entries = (None, None) if step % 3 == 2 else (2, 1)
+    rows = [
+        TrafficRow("b", 5, 40.0 + step, 5, compressed=False),
+        TrafficRow("w", 24, 1 / 3, entries[0], compressed=True),
+        TrafficRow("v", 9, 2.5, entries[1], compressed=True),
+    ]
+    return WayTraffic(rows, dense_share=4 / 3 * 4)
 
 
-def nothing() -> Program[None]:
-    yield ()
-
-
-def describe(step: int) -> list[Opened]:
-    """A dense group, and one whose counts shapes tell in all steps but every third."""
-    dense = Opened(nothing(), None, [40.0 + step], [5], compressed=False)
-    entries = None if step % 3 == 2 else [2, 1]
-    return [dense, Opened(nothing(), None, [1 / 3, 2.5], entries)]
+def ask(step: int) -> Program[None]:
+    yield (Sum(torch.zeros(3 * step), "sum"),)
+    yield (Sum(torch.zeros(3), "sum"),)
 
 
 @pytest.mark.parametrize("most", [1, 4096])
-@pytest.mark.parametrize("kept", [True, False], ids=["the same lists", "new lists"])
+@pytest.mark.parametrize("kept", [True, False], ids=["the same ways", "new ways"])
 def test_totals_are_those_of_all_steps(monkeypatch, most, kept):
-    monkeypatch.setattr(stats, "MOST_REPEATED", most)
-    layout, groups = make_bucket()
-    tally = Tally(Ledger(3))
-    expected = {slot.name: ParameterStats() for group in groups for slot in group.slots}
+    monkeypatch.setattr(stats, "MOST_ACTIVE", most)
+    tally = Tally(Ledger(3), lambda request: request.sent_bytes(3))
     known = [describe(step) for step in range(4)]
+    expected = {row.name: ParameterStats() for row in known[0].rows}
     for step in range(30):
-        opened = known[step % 4] if kept else describe(step % 4)
-        tally.add_bucket(layout, groups, opened, PLACE)
-        for group, one in zip(groups, opened, strict=True):
-            for which, slot in enumerate(group.slots):
-                row, entries = expected[slot.name], one.entries[which] if one.entries else 0
-                row.exchanges += 1
-                row.elements += slot.numel
-                row.entries += entries
-                row.dense_bytes += 4 / 3 * 4 * slot.numel
-                row.wire_bytes += one.slot_bytes[which]
-                row.compressed_elements += one.compressed * slot.numel
-                row.compressed_entries += one.compressed * entries
+        traffic = known[step % 4] if kept else describe(step % 4)
+        for _ in tally.count(ask(step), traffic):
+            pass
+        sent, whole = 16 * step + 16, sum(row.nbytes for row in traffic.rows)
+        for row in traffic.rows:
+            total, entries = expected[row.name], row.entries or 0
+            total.exchanges += 1
+            total.elements += row.elements
+            total.entries += entries
+            total.dense_bytes += 4 / 3 * 4 * row.elements
+            total.wire_bytes += sent * row.nbytes / whole
+            total.compressed_elements += row.compressed * row.elements
+            total.compressed_entries += row.compressed * entries
         if step in (3, 4, 20):
             assert tally.parameters["w"].exchanges == step + 1
-        assert len(tally._repeated) <= max(most, 2 * 30) + 1
     found = tally.stats(30, 0)
     assert found.parameters.keys() == expected.keys()
     for name, row in expected.items():

@@ -15,22 +15,11 @@ from thinwire.errors import UsageError
 from thinwire.memory.momentum import MomentumCorrection
 from thinwire.methods.base import DenseMomentum
 from thinwire.methods.dgc import DGC
+from thinwire.methods.schedule import Schedule, exponential_warmup, warmup
 from thinwire.methods.timeline import Timeline
 from thinwire.plan.planner import Planner
-from thinwire.plan.schedule import Schedule, exponential_warmup, warmup
 
 SHAPES = {"linear": (40, 50), "bias": (8,)}
-
-
-class Scheduled(Cluster):
-    """A cluster whose pipelines follow a schedule, as a handle makes them."""
-
-    def __init__(self, world, method, **options):
-        super().__init__(world, method.at(0), **options)
-        for pipeline in self.pipelines:
-            planner = Planner(self.infos.values(), method, self.policy, world)
-            planner.plan(0)
-            pipeline.replan = planner.change
 
 
 def sent(cluster):
@@ -60,7 +49,7 @@ def test_exponential_falls_from_start_to_final():
 def test_scheduled_density_is_what_is_sent_and_nothing_is_lost_on_the_way():
     schedule = Schedule((0, 2, 3, 5), (0.5, 1.0, 0.1, 0.02))
     method = tw.TopK(density=schedule, values="fp32", dense_fallback=False)
-    cluster = Scheduled(3, method, shapes=SHAPES)
+    cluster = Cluster(3, method, shapes=SHAPES)
     entries = [1000, 1000, 0, 200, 200, 40, 40]
     for step, expected in enumerate(entries):
         before = [cluster.residuals(r)["linear"] for r in range(3)]
@@ -86,7 +75,7 @@ def test_momentum_goes_through_a_schedule_with_a_dense_middle():
         dense_fallback=False,
         sample_ratio=1.0,
     )
-    cluster = Scheduled(2, method, shapes={"linear": (40, 50)})
+    cluster = Cluster(2, method, shapes={"linear": (40, 50)})
     u = torch.zeros(40, 50)
     for step in range(9):
         gradients = cluster.random(step)
@@ -103,11 +92,11 @@ def test_methods_follow_one_another():
         (4, tw.ADTopK(density=0.02, dense_fallback=False)),
         (6, tw.Dense()),
     )
-    cluster = Scheduled(2, Timeline(phases=phases), shapes=SHAPES)
+    cluster = Cluster(2, Timeline(phases=phases), shapes=SHAPES)
     names = []
     for step in range(8):
         cluster.step(cluster.random(step))
-        names.append(type(cluster.pipelines[0].roster.assignments["linear"].plan.method).__name__)
+        names.append(type(cluster.reducers[0].assignments.by_name["linear"].plan.method).__name__)
     assert names == ["Dense", "Dense", "TopK", "TopK", "ADTopK", "ADTopK", "Dense", "Dense"]
     assert not cluster.residuals(0)["linear"].any()
 
@@ -131,13 +120,13 @@ def test_timeline_hands_momentum_to_its_dense_phases():
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
 def test_resume_anywhere_in_a_schedule_continues_bit_for_bit(stop):
     method = tw.TopK(density=Schedule((0, 2, 4), (1.0, 0.2, 0.05)), dense_fallback=False)
-    ours = Scheduled(3, method, shapes=SHAPES, deterministic=True)
+    ours = Cluster(3, method, shapes=SHAPES, deterministic=True)
     for step in range(stop):
         ours.step(ours.random(step))
-    theirs = Scheduled(3, method, shapes=SHAPES, deterministic=True)
+    theirs = Cluster(3, method, shapes=SHAPES, deterministic=True)
     for rank in range(3):
-        ours.pipelines[rank].settle()
-        theirs.pipelines[rank].load_state_dict(ours.pipelines[rank].state_dict())
+        ours.reducers[rank].settle()
+        theirs.reducers[rank].load_state_dict(ours.reducers[rank].state_dict())
     for step in range(stop, 7):
         left, right = ours.step(ours.random(step)), theirs.step(theirs.random(step))
         assert all(same_bits(left[0][n], right[0][n]) for n in SHAPES)

@@ -12,13 +12,13 @@ import thinwire as tw
 from thinwire.cli import main
 from thinwire.errors import UsageError
 from thinwire.methods.base import Method
-from thinwire.observe.metrics import MetricsLog, NoMetrics, Record
 from thinwire.recipes.checkpoints import Checkpoints
 from thinwire.recipes.examples import DataOptions
 from thinwire.recipes.loop import Run, Trainer
-from thinwire.recipes.settings import parse_toml
 from thinwire.recipes.simulated import SimulatedWorkers
 from thinwire.recipes.tasks import find_task
+from thinwire.tools.metrics import MetricsLog, NoMetrics, Record
+from thinwire.tools.settings.sections import parse_toml
 
 CPU = torch.device("cpu")
 

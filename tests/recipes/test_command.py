@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.recipes import own_tasks
 from thinwire.cli import main
-from thinwire.observe.metrics import read_metrics
+from thinwire.tools.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 TINY = f"{own_tasks.__name__}:TINY"
@@ -78,6 +80,8 @@ def test_compare_does_only_what_is_not_done(
     ]  # fmt: skip
 
 
+# tests/recipes/test_checkpoints.py has it of two.
+@pytest.mark.slow
 def test_simulated_workers_say_what_they_cost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +107,69 @@ def test_a_run_writes_what_tensorboard_reads(tmp_path: Path) -> None:
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
     assert [event.step for event in events.Scalars("test/top1")] == [3]
+    assert 0 < events.Scalars("thinwire/density")[0].value < 1
+
+
+def read_wandb(path: Path) -> Iterator[bytes]:
+    """The records of a .wandb file: LevelDB's log format behind seven bytes."""
+    data, at, record = path.read_bytes(), 7, b""
+    while at < len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+@pytest.mark.slow
+def test_a_run_writes_what_wandb_keeps_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed, so its files cannot be read")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    out = tmp_path / "run"
+    common = f"train {TINY} --workers 1 --checkpoint-every 3 --wandb --out {out}"
+    assert main(f"{common} --steps 3".split()) == 0
+    assert main(f"train --resume --steps 5 --out {out}".split()) == 0
+    seen: dict[str, list[int]] = {}
+    files = sorted(out.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and len({path.name for path in files}) == 1, "one run, begun twice"
+    for path in files:
+        for content in read_wandb(path):
+            record = Record.FromString(content)
+            for item in record.history.item:
+                name = item.key or "/".join(item.nested_key)
+                seen.setdefault(name, []).append(record.history.step.num)
+    assert seen["train/loss"] == [1, 2, 3, 4, 5]
+    assert seen["test/top1"] == seen["thinwire/ratio"] == [3, 5]
+
+
+@pytest.mark.slow
+def test_a_run_writes_what_mlflow_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking = pytest.importorskip(
+        "mlflow.tracking", reason="mlflow is not installed, so its store cannot be read"
+    )
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    out = tmp_path / "run"
+    common = f"train {TINY} --workers 1 --checkpoint-every 3 --mlflow --out {out}"
+    assert main(f"{common} --steps 3".split()) == 0
+    assert main(f"train --resume --steps 5 --out {out}".split()) == 0
+    client = tracking.MlflowClient((out / "mlflow").as_uri())
+    experiment = client.get_experiment_by_name("thinwire")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "adtopk" and run.data.params["method.name"] == "adtopk"
+    steps = [one.step for one in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert sorted(steps) == [1, 2, 3, 4, 5]
+    assert 0 < run.data.metrics["thinwire/density"] < 1
 
 
 def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,15 +12,15 @@ import thinwire as tw
 from tests.recipes.own_tasks import TINY
 from thinwire.errors import UsageError
 from thinwire.methods.base import Method
-from thinwire.observe.metrics import NoMetrics
-from thinwire.observe.results import Row
 from thinwire.recipes.checkpoints import Checkpoints
 from thinwire.recipes.config import Training
 from thinwire.recipes.evaluation import evaluate
 from thinwire.recipes.examples import DataOptions, TensorExamples, count_steps
-from thinwire.recipes.loop import Run, Trainer, are_replicas_identical
+from thinwire.recipes.loop import Run, Trainer, are_replicas_identical, asked_density
 from thinwire.recipes.parallel import ProcessWorkers
 from thinwire.recipes.precision import Precision
+from thinwire.tools.metrics import NoMetrics
+from thinwire.tools.results import Row
 
 CPU = torch.device("cpu")
 DENSE = tw.Dense()
@@ -179,3 +179,10 @@ def test_too_many_workers_for_the_data_is_one_sentence() -> None:
         UsageError, match=r"batch_size is 8 on 13 workers; together .* 100 training"
     ):
         count_steps(100, 13, 8)
+
+
+def test_the_density_of_an_own_selection_is_told():
+    def largest(rows: torch.Tensor, k: int) -> torch.Tensor:
+        return rows.abs().topk(k, 1).indices
+
+    assert asked_density(tw.Compose(select=tw.selector(largest, density=0.02))) == 0.02

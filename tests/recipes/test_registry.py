@@ -7,9 +7,9 @@ import pytest
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.methods.registry import METHODS, Preset
 from thinwire.recipes.job import build_job
-from thinwire.recipes.method_settings import build_method
+from thinwire.recipes.trained_methods import build_trained as build_method
+from thinwire.tools.methods import METHODS, Preset
 
 
 def build(names: list[str], settings: dict[str, Any]) -> list[Any]:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 import thinwire as tw
 from thinwire.methods.base import Method
-from thinwire.observe.metrics import NoMetrics
 from thinwire.recipes.checkpoints import KEPT, Checkpoints
 from thinwire.recipes.config import Training
 from thinwire.recipes.examples import DataOptions
 from thinwire.recipes.loop import Run, Trainer
 from thinwire.recipes.parallel import ProcessWorkers
 from thinwire.recipes.tasks import find_task
+from thinwire.tools.metrics import NoMetrics
 
 TINY = DataOptions(synthetic=True, tiny=True)
 CPU = torch.device("cpu")

@@ -26,14 +26,6 @@ def test_the_learning_rate_warms_up_and_ends_near_zero() -> None:
     assert 0 < rates[-1] < 0.01
 
 
-def test_the_end_can_be_chosen_while_it_warms_up() -> None:
-    early, late = schedule(warmup_steps=4, epochs=5), schedule(warmup_steps=4, epochs=9)
-    before = [late.at(step) for step in range(4)]
-    late.end_after(5)
-    assert late.total_steps == early.total_steps == 50
-    assert [*before, *map(late.at, range(4, 50))] == [early.at(step) for step in range(50)]
-
-
 def test_the_shapes() -> None:
     constant = schedule(schedule="constant", warmup_epochs=0.5)
     assert [constant.at(s) for s in (0, 4, 5, 99)] == [0.4, 2.0, 2.0, 2.0]
@@ -48,10 +40,10 @@ def test_the_shapes() -> None:
 def test_plateau_listens_and_remembers() -> None:
     first, second = (schedule(schedule="plateau", patience=1, up=False) for _ in range(2))
     for loss in (3.0, 2.0, 2.0):
-        first.hear(loss)
+        first.observe(loss)
     assert first.at(50) == 2.0
     second.load_state_dict(first.state_dict())
-    second.hear(2.5)
+    second.observe(2.5)
     assert second.at(50) == pytest.approx(0.2)
 
 

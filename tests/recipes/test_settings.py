@@ -11,15 +11,9 @@ import thinwire as tw
 from thinwire.cli import main
 from thinwire.errors import UsageError
 from thinwire.recipes.job import Job, build_job
-from thinwire.recipes.method_settings import build_method
-from thinwire.recipes.settings import (
-    compose,
-    list_fragments,
-    parse_override,
-    parse_toml,
-    read_settings,
-    to_toml,
-)
+from thinwire.recipes.settings import list_fragments, parse_override, read_settings
+from thinwire.recipes.trained_methods import build_trained as build_method
+from thinwire.tools.settings.sections import compose, parse_toml, to_toml
 
 
 def job_of(text: str, command: Any = "train") -> Job:
@@ -173,14 +167,18 @@ def test_nothing_is_counted_twice(text: str, message: str) -> None:
 
 def test_momentum_that_cannot_be_taken_over_is_refused_before_anything_is_trained() -> None:
     text = "[task]\nname = 'chars'\n[compare]\nmethods = ['dense', 'dgc']"
-    with pytest.raises(UsageError, match="optimizer is 'adamw', whose second moment has to be"):
+    with pytest.raises(UsageError, match="optimizer is 'adamw', from which momentum correction"):
         job_of(text, "compare")
     job_of(f"{text}\n[methods.dgc]\nmemory = {{ kind = 'Residual' }}", "compare")
-    dense_first = f"{text}\n[methods.dgc]\ndense_epochs = 1"
-    job_of(dense_first, "compare")
-    decayed = f"{dense_first}\n[training]\noptimizer = 'adam'\nweight_decay = 0.1"
+    scaled = f"{text}\n[methods.dgc]\ndense_epochs = 1\nadam_scale = {{ limit = 3.0 }}"
+    with pytest.raises(UsageError, match="clip_norm is 1"):
+        job_of(scaled, "compare")
+    scaled += "\n[training]\nclip_norm = 'none'"
+    job_of(scaled, "compare")
+    with pytest.raises(UsageError, match="adam_scale takes over from Adam"):
+        job_of(f"{scaled}\noptimizer = 'sgd'", "compare")
     with pytest.raises(UsageError, match=r"weight_decay is 0\.1 with optimizer 'adam'"):
-        job_of(decayed, "compare")
+        job_of(f"{scaled}\noptimizer = 'adam'\nweight_decay = 0.1", "compare")
 
 
 def test_overrides_are_plain_values_or_text() -> None:
@@ -221,7 +219,7 @@ def test_the_fragments_of_dgc() -> None:
     assert built("wm5").density == tw.warmup(densities, final=0.001, every=10)
     assert built("wm5o").density == tw.warmup([1.0] * 5, final=0.001, every=10)
     assert built("fp16", "int32") == tw.DGC(values="fp16", indices="int32")
-    assert built("no-masking") == tw.DGC(memory=tw.MomentumCorrection(masking=False))
+    assert built("no-masking") == tw.DGC(memory=tw.memory.MomentumCorrection(masking=False))
     job = build_job(
         "train",
         compose([{"task": {"name": "imagenet-resnet50"}}, read_settings("cosine")]),
@@ -234,12 +232,12 @@ def test_parts_of_methods_and_where_clipping_goes() -> None:
     exchange = {"kind": "Hierarchical", "per_host": 2}
     built = build_method("topk", {"exchange": exchange, "memory": {"storage": "bf16"}})
     assert built == tw.TopK(
-        exchange=tw.Hierarchical(per_host=2), memory=tw.Residual(storage="bf16")
+        exchange=tw.exchange.Hierarchical(per_host=2), memory=tw.memory.Residual(storage="bf16")
     )
-    clip = tw.Clip(norm=0.5, by_workers=True)
+    clip = tw.memory.Clip(norm=0.5, by_workers=True)
     assert build_method("dgc", {}, clip_norm=0.5) == tw.DGC(clip=clip)
     assert build_method("dgc", {"clip": {"value": 1.0}}, clip_norm=0.5) == tw.DGC(
-        clip=tw.Clip(value=1.0)
+        clip=tw.memory.Clip(value=1.0)
     )
     assert build_method("topk", {}, clip_norm=0.5) == tw.TopK()
     with pytest.raises(UsageError, match=r"clip_norm is 0\.5, but topk accumulates momentum"):

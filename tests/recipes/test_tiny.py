@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lanes import mostly_slow, slow
 from tests.models import fingerprint
 from tests.recipes.data.official import NEED_TOKENIZERS, WRITERS
-from thinwire.observe.metrics import NoMetrics
-from thinwire.observe.results import Row
 from thinwire.recipes.checkpoints import Checkpoints
 from thinwire.recipes.job import build_job
 from thinwire.recipes.loop import Run, Trainer
 from thinwire.recipes.parallel import ProcessWorkers
 from thinwire.recipes.presets import PRESETS
+from thinwire.tools.metrics import NoMetrics
+from thinwire.tools.results import Row
 
 OF_TRANSFORMERS = ("bert", "gpt2", "vit-large")
 STEPS = 3
@@ -63,7 +64,14 @@ def prepare(name: str, folder: Path) -> None:
         WRITERS[preset.data](folder)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+LIKE_OTHERS = {
+    *("cifar100-vgg16", "cifar10-resnet110", "fashion-mnist", "imagenet-resnet152"),
+    *("squad-bert-large", "wikitext103-gpt2", "wikitext103-gpt2-large", "wikitext2-gpt2-large"),
+}
+"""Presets whose parts are those of another one, larger or on data of the same kind."""
+
+
+@pytest.mark.parametrize("name", mostly_slow(PRESETS, lambda name: name not in LIKE_OTHERS))
 def test_alone(pools: Any, name: str, tmp_path: Path) -> None:
     prepare(name, tmp_path)
     ((row, before, after),) = pools(1).run(train, name, str(tmp_path))
@@ -74,7 +82,7 @@ def test_alone(pools: Any, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cifar10-resnet20", "wikitext2-lstm", "an4-lstm", "squad-bert-base"]
+    "name", [slow("cifar10-resnet20"), "wikitext2-lstm", slow("an4-lstm"), "squad-bert-base"]
 )
 def test_two_workers(pools: Any, name: str, tmp_path: Path) -> None:
     prepare(name, tmp_path)

@@ -8,9 +8,9 @@ import thinwire as tw
 from tests.contracts.cluster import Cluster
 from tests.gradients import slot_of
 from tests.models import batches, make_cnn, train
-from thinwire import compressor as compressors
+from thinwire.compress.sparse import PartsRoute
 from thinwire.select.interleave import ALL_DIMENSION, Interleaved
-from thinwire.select.threshold import ThresholdTopK
+from thinwire.select.threshold_reused import ThresholdTopK
 from thinwire.select.topk import AllDimensionTopK, TradTopK
 
 
@@ -18,11 +18,17 @@ def interleaved(every: int = 2, **options) -> Interleaved:
     return Interleaved(AllDimensionTopK(0.05), TradTopK(0.05), every, **options)
 
 
+def begin(session, count: int, name: str = "w") -> str:
+    """The mode of one tensor's next exchange."""
+    (mode,) = session.begin([name], [count])
+    return mode
+
+
 @pytest.mark.parametrize("every", [2, 3, 4])
 def test_every_nth_step_of_every_tensor_is_global(every):
     session = interleaved(every).session()
     for name in ("a", "b", "c"):
-        modes = [session.mode(name, step) for step in range(12)]
+        modes = [begin(session, step, name) for step in range(12)]
         assert [mode != ALL_DIMENSION for mode in modes] == [
             step % every == every - 1 for step in range(12)
         ]
@@ -31,24 +37,24 @@ def test_every_nth_step_of_every_tensor_is_global(every):
 def test_global_turns_are_one_row_and_the_others_one_per_dimension():
     session = interleaved().session()
     slot = slot_of("w", (8, 100))
-    assert session.rows(slot, session.mode("w", 0)).count == 8
-    assert session.rows(slot, session.mode("w", 1)).count == 1
+    assert session.turn((begin(session, 0),)).rows(0, slot).count == 8
+    assert session.turn((begin(session, 1),)).rows(0, slot).count == 1
 
 
 def test_without_a_known_length_or_a_stable_threshold_there_is_no_last_quarter():
     plain = Interleaved(AllDimensionTopK(0.05), ThresholdTopK(0.05), 2).session()
-    assert plain.mode("w", 1_000_001) != ALL_DIMENSION
+    assert begin(plain, 1_000_001) != ALL_DIMENSION
     unstable = Interleaved(
         AllDimensionTopK(0.05), ThresholdTopK(0.05), 2, total_steps=100
     ).session()
-    assert unstable.mode("w", 99) != ALL_DIMENSION
+    assert begin(unstable, 99) != ALL_DIMENSION
 
 
 def test_stable_tensors_are_all_dimension_only_in_the_last_quarter():
     session = Interleaved(AllDimensionTopK(0.05), ThresholdTopK(0.05), 2, total_steps=100).session()
-    session.global_session._watch("w").stable = True
-    assert session.mode("w", 73) != ALL_DIMENSION
-    assert all(session.mode("w", step) == ALL_DIMENSION for step in range(75, 100))
+    session.thresholds.watch("w").stable = True
+    assert begin(session, 73) != ALL_DIMENSION
+    assert all(begin(session, step) == ALL_DIMENSION for step in range(75, 100))
 
 
 @pytest.mark.parametrize("value", [True, False, 1, 0, -2, 2.0, "2"])
@@ -72,14 +78,10 @@ def modes_job(rank: int, world: int, threshold: bool) -> list[dict[str, int]]:
     seen: list[dict[str, int]] = []
 
     def record(step: int) -> None:
-        rows: dict[str, int] = {}
-        for compressor in handle.pipeline.roster.compressors.values():
-            for name, assignment in handle.pipeline.roster.assignments.items():
-                if assignment.compressor is compressor and hasattr(compressor, "session"):
-                    slot = handle._infos[name].slot(0)
-                    mode = compressor.session.mode(name, step)
-                    rows[name] = compressor.session.rows(slot, mode).count
-        seen.append(rows)
+        routes = [route for plan in handle.reducer.plans.values() for route in plan.routes]
+        sparse = [route for route in routes if isinstance(route, PartsRoute)]
+        tables = [rows for route in sparse for rows in route.task.codec.table.rows]
+        seen.append({rows.slot.name: rows.count for rows in tables})
 
     train(ddp, optimizer, batches(rank, 6), record)
     handle.close()
@@ -101,7 +103,11 @@ def divergent_job(rank: int, world: int) -> bytes:
 
     ddp = nn.parallel.DistributedDataParallel(make_cnn(), bucket_cap_mb=0.02)
     method = tw.ADTopK(
-        density=0.05, interleave=2, threshold=True, monitor=tw.Monitor(warmup=3), total_steps=80
+        density=0.05,
+        interleave=2,
+        threshold=True,
+        monitor=tw.select.Monitor(warmup=3),
+        total_steps=80,
     )
     handle = tw.attach(ddp, method)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
@@ -119,24 +125,26 @@ def test_rank_divergent_gradients_keep_shapes_and_replicas_equal(pools):
     assert len(set(pools(3).run(divergent_job))) == 1
 
 
-def test_tables_of_mixed_modes_do_not_pile_up(monkeypatch):
+def test_tables_of_mixed_modes_do_not_pile_up():
     """Slots that go from one mode to another one by one; the bits do not depend on what is kept."""
     method = tw.ADTopK(
         density=0.1,
         interleave=2,
         threshold=True,
         dense_fallback=False,
-        monitor=tw.Monitor(warmup=1),
-        updater=tw.Updater(tau=1, floor=1),
+        monitor=tw.select.Monitor(warmup=1),
+        updater=tw.select.Updater(tau=1, floor=1),
     )
     shapes = {f"slot{n}": (8, 5 + n) for n in range(4)}
     updates = []
     for most in (2, 1000):
-        monkeypatch.setattr(compressors, "MOST_MIXTURES", most)
         cluster = Cluster(2, method, shapes=shapes)
-        updates.append([cluster.step(cluster.random(seed)) for seed in range(24)])
-        (known,) = cluster.pipelines[0].roster.assignments["slot0"].compressor._codecs.values()
-        assert len(known) <= most
-    assert len(known) > 2
+        cluster.step(cluster.random(0))
+        for reducer in cluster.reducers:
+            (plan,) = reducer.plans.values()
+            plan.most_ways = most
+        updates.append([cluster.step(cluster.random(seed)) for seed in range(1, 24)])
+        assert len(plan.ways) <= most
+    assert len(plan.ways) > 2
     for ours, theirs in zip(*updates, strict=True):
         assert all(torch.equal(ours[0][name], theirs[0][name]) for name in shapes)

@@ -7,9 +7,9 @@ import torch
 
 from tests.contracts.cluster import parameter
 from thinwire.errors import UsageError
+from thinwire.layout import RowTable
 from thinwire.select.chunks import ChunkChoice
 from thinwire.select.random import RandomChoice, draw_places, generator_for
-from thinwire.select.rows import RowTable
 
 CPU = torch.device("cpu")
 
@@ -52,8 +52,8 @@ def test_sessions_of_two_ranks_choose_the_same_places_in_every_step():
         c = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
         steps = []
         for step in range(3):
-            session.mode("w", step)
-            picks = session.pick(c, table, [None])
+            session.begin(["w"], [step])
+            picks = session.pick(c, table)
             assert torch.equal(picks.values, c[picks.indices])
             steps.append(picks.indices.tolist())
         chosen.append(steps)

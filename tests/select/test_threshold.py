@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import thinwire as tw
 from tests.gradients import slot_of
-from thinwire.kernels.threshold import select_above, select_above_reference
-from thinwire.select.rows import RowTable
-from thinwire.select.threshold import EXACT, REUSE, Drift, Monitor, ThresholdTopK, Updater
+from thinwire.kernels.above import select_above, select_above_reference
+from thinwire.layout import RowTable
+from thinwire.select.threshold_reused import EXACT, REUSE, Drift, Monitor, ThresholdTopK, Updater
 from thinwire.wire.codec import Header
 
 SHAPE = (50, 40)
@@ -32,16 +32,18 @@ def headers(picks, world: int = 1) -> Header:
 
 def turn(session, step, c, name="w"):
     """One turn of one tensor: (mode, picks)."""
-    mode = session.mode(name, step)
-    table = RowTable([session.rows(slot_of(name, SHAPE), mode)], NUMEL)
-    picks = session.pick(c, table, [mode])
-    session.observe(table, [mode], headers(picks))
+    (mode,) = session.begin([name], [step])
+    chosen = session.turn((mode,))
+    table = RowTable([chosen.rows(0, slot_of(name, SHAPE))], NUMEL)
+    picks = chosen.pick(c, table)
+    header = headers(picks)
+    chosen.observe(table, header.notes, header.counts)
     return mode, picks
 
 
 class TestMonitorAndUpdater:
     def test_every_grade_of_drift_is_reachable(self):
-        judge = Monitor().judge
+        judge = Monitor().evaluate
         assert [judge(d) for d in (0.0, 0.4, 0.6, 1.0, 1.5, 2.0, 2.1, math.inf, math.nan)] == [
             Drift.STEADY,
             Drift.STEADY,
@@ -153,23 +155,20 @@ class TestSession:
         sessions = [ThresholdTopK(0.01).session() for _ in range(3)]
         generator = torch.Generator().manual_seed(0)
         for t in range(80):
-            modes = {session.mode("w", t) for session in sessions}
+            modes = {session.begin(["w"], [t]) for session in sessions}
             assert len(modes) == 1
             (mode,) = modes
-            table = RowTable([sessions[0].rows(slot_of("w", SHAPE), mode)], NUMEL)
+            turns = [session.turn(mode) for session in sessions]
+            table = RowTable([turns[0].rows(0, slot_of("w", SHAPE))], NUMEL)
             scales = (1.0, 1.0 + 0.02 * t, 3.0 * math.exp(-t / 20))
             picks = [
-                s.pick(scale * torch.randn(NUMEL, generator=generator), table, [mode])
-                for s, scale in zip(sessions, scales, strict=True)
+                one.pick(scale * torch.randn(NUMEL, generator=generator), table)
+                for one, scale in zip(turns, scales, strict=True)
             ]
-            header = Header(
-                non_finite=torch.zeros(3, dtype=torch.bool),
-                counts=torch.stack([p.counts for p in picks]),
-                had_gradient=torch.ones(3, 1, dtype=torch.bool),
-                notes=torch.stack([p.notes for p in picks]),
-            )
-            for session in sessions:
-                session.observe(table, [mode], header)
+            notes = torch.stack([p.notes for p in picks])
+            counts = torch.stack([p.counts for p in picks])
+            for one in turns:
+                one.observe(table, notes, counts)
 
     def test_the_density_is_the_one_that_was_asked_for(self):
         for density in (0.01, 0.05):

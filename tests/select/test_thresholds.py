@@ -12,10 +12,10 @@ from tests.select.data import odd_tensors
 from thinwire.bench.data import LAWS, draw, real_gradients
 from thinwire.errors import UsageError
 from thinwire.kernels.topk import row_topk_reference
+from thinwire.layout import RowTable
 from thinwire.select.finish import TargetRows, finish, finish_in_capacity
 from thinwire.select.gaussian import GaussianThreshold
 from thinwire.select.redsync import RedSyncThreshold
-from thinwire.select.rows import RowTable
 from thinwire.select.sampled import SampledThreshold
 from thinwire.select.sidco import SIDCoThreshold
 from thinwire.select.threshold_fixed import FixedThreshold
@@ -37,7 +37,7 @@ REAL = real_gradients()
 
 def pick(selector, x):
     table = RowTable([selector.rows(parameter("w", x.shape).slot(0), None)], x.numel())
-    return selector.session().pick(x, table, [None]), table
+    return selector.session().pick(x, table), table
 
 
 def check_picks(picks, table, x):
@@ -126,13 +126,26 @@ def test_published_estimates_are_the_papers():
     assert abs(ratio(SIDCoThreshold(0.001, "published", "pareto", 2), gauss) - 1.22) < 0.2
 
 
+def test_zeros_do_not_decide_the_fit_of_a_gamma_law():
+    """Half of a ReLU's gradient is exactly zero. The published fit takes log(|g| / length + 2.2e-16)."""
+    x = draw("laplace", 50_000)
+    x[::2] = 0
+    a = x.abs().double()
+    unit = a / a.norm()
+    s = (unit.mean() + 2.2e-16).log() - (unit + 2.2e-16).log().mean()
+    shape = (3 - s + ((s - 3) ** 2 + 24 * s).sqrt()) / (12 * s)
+    threshold = SIDCoThreshold(0.01, "published", "gamma", 1).fit(x.abs(), 0.01, 1)
+    beyond = torch.special.gammaincc(shape, threshold.double() / (a.mean() / shape))
+    assert float(beyond) == pytest.approx(0.01, rel=1e-3)
+
+
 def test_sidco_adapts_its_stages_and_remembers_them():
     selector = SIDCoThreshold(0.001, distribution="pareto", stages=1, adapt=True)
     session = selector.session()
     slot = parameter("w", (100_000,)).slot(0)
     table = RowTable([selector.rows(slot, None)], slot.numel)
     for seed in range(20):
-        session.pick(draw("gauss", slot.numel, seed), table, [None])
+        session.pick(draw("gauss", slot.numel, seed), table)
     state = session.state_dict(["w", "never seen"])
     assert state["w"]["stages"] > 1 and state["never seen"]["stages"] == 1
     restored = selector.session()
@@ -156,7 +169,7 @@ def test_samples_differ_from_step_to_step_and_repeat_for_a_step():
 
     def chosen(step):
         session = selector.session()
-        session.mode("w", step)
+        session.begin(["w"], [step])
         return session.threshold(x, x.abs(), table.rows[0])
 
     assert chosen(3) == chosen(3)

@@ -14,8 +14,17 @@ from torch import Tensor
 import thinwire as tw
 from tests.contracts.cluster import parameter
 from thinwire.kernels.topk import row_topk, row_topk_reference
-from thinwire.layout import Slot, SlotKind, memory_strides
-from thinwire.select.rows import RowTable, SlotRows, keep_count, resolve_axis
+from thinwire.layout import (
+    RowTable,
+    Shard,
+    Slot,
+    SlotKind,
+    SlotRows,
+    contiguous_strides,
+    keep_count,
+    memory_strides,
+    resolve_axis,
+)
 from thinwire.select.topk import AllDimensionTopK, TradTopK
 
 QUICK = settings(max_examples=60, deadline=None)
@@ -165,3 +174,14 @@ def test_bad_density_gets_one_sentence(density):
 def test_bad_axis_gets_one_sentence(axis):
     with pytest.raises(tw.UsageError, match=r"axis is .*; it must be 'auto', 'published' or"):
         tw.ADTopK(axis=axis)
+
+
+@pytest.mark.parametrize(
+    ("shape", "length"),
+    [((64, 128), 4096), ((96, 100), 3200), ((7, 1031), 1031), ((5, 1013), 5065), ((12,), 12)],
+)
+def test_chunks_divide_the_tensor(shape, length):
+    slot = Slot("w", shape, contiguous_strides(shape), 0, SlotKind.LINEAR, Shard(shape))
+    rows = tw.select.ChunkwiseTopK(1 / 64).rows(slot)
+    assert rows.length == length and rows.count * rows.length == slot.numel
+    assert rows.keep == max(1, length // 64)

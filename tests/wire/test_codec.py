@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.contracts.cluster import parameter
+from thinwire.engine.virtual import run_virtual
 from thinwire.errors import WireError
+from thinwire.exchange.all_gather import AllGather
 from thinwire.exchange.base import Offer
-from thinwire.exchange.drivers import run_virtual
-from thinwire.exchange.gather import AllGatherFast
-from thinwire.exchange.requests import AllGather, Place
+from thinwire.exchange.requests import Gather, Place
+from thinwire.layout import RowTable
 from thinwire.memory.account import Account
-from thinwire.select.base import Picks
-from thinwire.select.rows import RowTable
+from thinwire.select.base import Picks, Turn
 from thinwire.select.topk import AllDimensionTopK, TradTopK
 from thinwire.wire.codec import FIXED_WORDS, Codec, Flags
 from thinwire.wire.indices import INDEX_CODES
@@ -98,6 +98,17 @@ def test_wrong_length_is_refused(data):
         codec.decode(payload)
 
 
+class Given(Turn):
+    """A selection whose choice is known."""
+
+    def __init__(self, picks: Picks) -> None:
+        super().__init__(TradTopK(1.0).session())
+        self.picks = picks
+
+    def pick(self, c: Tensor, table: RowTable) -> Picks:
+        return self.picks
+
+
 HEADER_WORDS = {
     0: "version",
     1: "flags",
@@ -113,15 +124,16 @@ def run_damaged(codec: Codec, damage: dict[int, int], at: int) -> tuple[Tensor, 
     """Two ranks exchange; int32 words of rank 1's payload are overwritten on the way. (c, c afterwards)."""
     c, picks = random_picks(codec, 1)
     account = Account(c.clone())
-    offer = Offer(account, lambda: picks, codec, make_flags(), Place(0, 2), "test")
-    program = AllGatherFast().run(offer)
+    offer = Offer(account, Given(picks), codec, make_flags(), Place(0, 2), "test")
+    program = AllGather().run(offer)
     (request,) = next(program)
-    assert isinstance(request, AllGather)
+    assert isinstance(request, Gather)
     gathered = torch.stack([request.tensor, request.tensor.clone()])
     for word, value in damage.items():
         gathered[1, at:].view(torch.int32)[word] = value
     try:
-        program.send([gathered])
+        (read,) = program.send([gathered])
+        program.send([read.make()])
     finally:
         account.settle(torch.tensor(True))
     return c, account.c
@@ -172,15 +184,15 @@ def test_refused_payload_leaves_memory_as_it_was():
     c, picks = random_picks(codec, 2)
     accounts = [Account(c.clone()), Account(c.clone())]
     offers = [
-        Offer(account, lambda: picks, codec, make_flags(), Place(rank, 2), "test")
+        Offer(account, Given(picks), codec, make_flags(), Place(rank, 2), "test")
         for rank, account in enumerate(accounts)
     ]
-    programs = [AllGatherFast().run(offer) for offer in offers]
+    programs = [AllGather().run(offer) for offer in offers]
     short = make_codec("bf16", density=0.2)
     _, other = random_picks(short, 2)
     with pytest.raises(Exception, match="different collectives"):
-        programs[1] = AllGatherFast().run(
-            Offer(accounts[1], lambda: other, short, make_flags(), Place(1, 2), "test")
+        programs[1] = AllGather().run(
+            Offer(accounts[1], Given(other), short, make_flags(), Place(1, 2), "test")
         )
         run_virtual(programs)
     for account in accounts:

@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.bench.payloads import make_flags, make_picks, make_table
 from thinwire.bench.wire import entropy_bits
 from thinwire.errors import WireError
-from thinwire.select.rows import keep_count
+from thinwire.layout import keep_count
 from thinwire.wire.bits import collapse_bits, expand_bits, pack, unpack, words_for
 from thinwire.wire.codec import Codec
 from thinwire.wire.coders import BitmapRows, EnumeratedRows, RiceRows, RowCoder, choose_coder

@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.exchange.ranks import Ranks
 from thinwire.bench.payloads import make_flags, make_picks, make_table
 from thinwire.errors import WireError
-from thinwire.exchange.gather import AllGatherFast
+from thinwire.exchange.all_gather import AllGather
+from thinwire.layout import RowTable
 from thinwire.select.base import Picks
-from thinwire.select.rows import RowTable
 from thinwire.select.topk import AllDimensionTopK
 from thinwire.wire.codec import Codec
 from thinwire.wire.indices import INDEX_CODES
@@ -152,7 +152,7 @@ def test_payload_of_another_format_is_refused() -> None:
 def test_exchange_conserves_with_every_code(values: str, indices: str) -> None:
     """Three ranks, three steps: contribution + residual = c on each rank, world x update = sum of contributions."""
     ranks = Ranks(
-        AllGatherFast(),
+        AllGather(),
         3,
         shapes=((20, 300), (2000,), (7, 5)),
         values=values,

@@ -18,7 +18,7 @@ from thinwire.wire.codec import Codec
 from thinwire.wire.indices import INDEX_CODES
 from thinwire.wire.values import VALUE_CODES
 
-EXACT_CODES = ["fp32", "bf16", "int8", "int4"]
+EXACT_CODES = ["fp32", "bf16", "int8", "int4", "fp8"]
 finite_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 blocks_of_floats = st.lists(
     st.one_of(
@@ -76,7 +76,7 @@ def test_nothing_becomes_infinite(name: str) -> None:
     assert bool(through(name, values.double() * 10).isfinite().all())
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "sign"])
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4", "sign"])
 def test_nan_does_not_spoil_its_block(name: str) -> None:
     values = torch.tensor([1.0, torch.nan, 1.0, -1.0])
     decoded = through(name, values)
@@ -126,7 +126,7 @@ def test_bits_say_what_is_sent(name: str) -> None:
     assert 8 * code.nbytes(table) == code.bits * table.entries
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "sign"])
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4", "sign"])
 @pytest.mark.parametrize("scale", [torch.nan, torch.inf, -1.0])
 def test_impossible_scale_is_refused(name: str, scale: float) -> None:
     codec, payload = encoded(name)
@@ -135,7 +135,9 @@ def test_impossible_scale_is_refused(name: str, scale: float) -> None:
         codec.decode(payload)
 
 
-@pytest.mark.parametrize(("name", "byte"), [("int8", 0x80), ("int4", 0x08), ("int4", 0x80)])
+@pytest.mark.parametrize(
+    ("name", "byte"), [("int8", 0x80), ("fp8", 0x7F), ("int4", 0x08), ("int4", 0x80)]
+)
 def test_impossible_code_is_refused(name: str, byte: int) -> None:
     codec, payload = encoded(name)
     payload[codec.values_at + 2] = byte
@@ -172,6 +174,13 @@ def test_sign_clears_the_places_left_over(shape: tuple[int, int, int], indices: 
 def test_names_are_checked() -> None:
     assert tw.ADTopK(values="int4", indices="rice").wire_format().values == "int4"
     with pytest.raises(UsageError, match="values is 'int3'; it must be one of"):
-        tw.Wire(values="int3")
+        tw.wire.Wire(values="int3")
     with pytest.raises(UsageError, match="indices is 'golomb'; it must be one of"):
         tw.TopK(indices="golomb")
+
+
+def test_int2_is_a_sign_and_one_of_two_magnitudes():
+    values = torch.tensor([4.0, -3.5, 2.5, -2.0, 1.0])
+    assert through("int2", values).tolist() == [4.0, -4.0, 2.0, -2.0, 2.0]
+    assert through("int2", torch.zeros(3)).abs().tolist() == [0.0, 0.0, 0.0]
+    assert through("int2", torch.tensor([3e38, -1e38])).isfinite().all()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch.distributed as dist
 from torch import nn
 
 from thinwire.errors import UsageError
+from thinwire.validate import check_finite_number
 
 
 def check_parameters(module: nn.Module | None, parameters: dict[str, nn.Parameter]) -> None:
@@ -23,3 +27,20 @@ def check_parameters(module: nn.Module | None, parameters: dict[str, nn.Paramete
             raise UsageError(
                 f"module {name!r} has sparse=True, which gives sparse-layout gradients; only dense ones can be sent, set sparse=False"
             )
+
+
+def check_bucket_mb(bucket_mb: Any) -> None:
+    check_finite_number("bucket_mb", bucket_mb)
+    if bucket_mb < 0:
+        raise UsageError(
+            f"bucket_mb is {bucket_mb!r}; it must be a number of megabytes, 0 for a bucket per parameter"
+        )
+
+
+def find_group(asked: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    group = asked or dist.group.WORLD
+    if group is None:
+        raise UsageError(
+            "there is no process group; call torch.distributed.init_process_group first"
+        )
+    return group

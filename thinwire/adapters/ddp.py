@@ -5,101 +5,134 @@ No `from __future__ import annotations` here: DDP refuses hooks whose annotation
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.checks import check_parameters
+from thinwire.adapters.handles import make_handle
+from thinwire.adapters.plain import plain_mean
+from thinwire.auto import Prospect
+from thinwire.engine.device_drivers import make_driver
+from thinwire.engine.drivers import fail
+from thinwire.engine.opaque import in_compiled_backward, opaque
+from thinwire.engine.replicas import ReplicaWatch
+from thinwire.engine.watching import look_at_replicas
 from thinwire.errors import UsageError
-from thinwire.exchange.drivers import fail
-from thinwire.handle import Handle, check_settings
+from thinwire.handle import Handle
 from thinwire.layout import Bucket, BucketLayout, ParameterInfo, describe_module
 from thinwire.methods.base import Method
-from thinwire.opaque import opaque
-from thinwire.optim import take_over
-from thinwire.plan.policy import Rule
+from thinwire.observe.stations import HOOK, station
+from thinwire.optim.takeover import take_over
 
 logger = logging.getLogger(__name__)
 
 
-def attach(
-    ddp: nn.Module,
+def attach_ddp(
+    module: DistributedDataParallel,
     method: Method,
     *,
-    policy: Sequence[Rule] | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    grad_scaler: Any = None,
-    deterministic: bool = False,
+    process_group: dist.ProcessGroup | None,
+    optimizer: torch.optim.Optimizer | None,
+    watch: int | None,
+    on_difference: str,
+    **options: Any,
 ) -> Handle:
-    """Compress the gradients of a DistributedDataParallel model from its next backward on.
-
-    Collective: every rank calls it with the same settings, before or after any step. `optimizer` is needed only by
-    methods that take momentum over; `grad_scaler` keeps memory in unscaled units; `deterministic` sums dense parts
-    in rank order, so that resuming is bit-exact whatever the bucketing.
-
-    Accumulate under `ddp.no_sync()`: two synchronising backwards without `zero_grad` between them would compress an
-    averaged gradient a second time. On the CPU the first steps are watched for that; on CUDA looking would make the
-    host wait, so it is not noticed there.
-
-    >>> handle = tw.attach(ddp, tw.ADTopK(density=0.01))
-    """
-    module = unwrap(ddp)
-    check_settings(method, policy, deterministic)
-    socket = _sockets.get(module)
-    if socket is None:
+    """Compress the gradients of a DistributedDataParallel model; `options` are those of `make_handle`."""
+    refuse_unhookable(module)
+    hook = _hooks.get(module)
+    if hook is None:
         refuse_foreign_hooks(module)
-    elif not socket.handle.closed:
+    elif not hook.handle.closed:
         raise UsageError(
             "attach was called twice on this model; use handle.switch(...) to change the method or handle.close() first"
         )
+    described = describe_reduced(module)
+    parameters = {name: pair[0] for name, pair in described.items()}
+    check_parameters(module.module, parameters)
+    takeover = take_over(method, optimizer, parameters)
+    device = next(iter(parameters.values())).device
+    group = check_group(process_group, module.process_group)
+    handle = make_handle(
+        {name: pair[1] for name, pair in described.items()},
+        method,
+        partial(make_driver, group, device),
+        device=device,
+        takeover=takeover,
+        replicas=ReplicaWatch(parameters, watch, on_difference, optimizer),
+        prospect=Prospect(optimizer, parameters),
+        **options,
+    )
+    if takeover is not None:
+        takeover.commit([handle])
+    if hook is None:
+        hook = _hooks[module] = DdpHook(module)
+    hook.connect(handle, described)
+    handle.movable(partial(move_to_model, handle))
+    return handle
+
+
+def describe_reduced(
+    module: DistributedDataParallel,
+) -> dict[str, tuple[nn.Parameter, ParameterInfo]]:
+    """The parameters whose gradients DDP reduces, by name."""
     reduced = {id(parameter) for parameter in module._module_parameters}
-    described = {
+    return {
         name: pair
         for name, pair in describe_module(module.module).items()
         if id(pair[0]) in reduced
     }
-    parameters = {name: pair[0] for name, pair in described.items()}
-    check_parameters(module.module, parameters)
-    handle = Handle(
-        {name: pair[1] for name, pair in described.items()},
-        method,
-        device=next(iter(parameters.values())).device,
-        policy=policy,
-        process_group=check_group(process_group, module.process_group),
-        grad_scaler=grad_scaler,
-        deterministic=deterministic,
-        takeover=take_over(method, optimizer, parameters),
-    )
-    if socket is None:
-        socket = _sockets[module] = Socket(module)
-    socket.plug_in(handle, described)
-    return handle
 
 
-class Socket:
+def move_to_model(
+    handle: Handle, process_group: dist.ProcessGroup | None, model: nn.Module | None
+) -> dist.ProcessGroup:
+    """Put a handle on a model that was wrapped anew; the group it is moved to."""
+    module = None if model is None else unwrap(model)
+    if not isinstance(module, DistributedDataParallel) or module in _hooks:
+        raise UsageError(
+            "DDP cannot change its process group; wrap the model anew with DistributedDataParallel(..., process_group=new) "
+            "and call handle.regroup(model=ddp)"
+        )
+    refuse_unhookable(module)
+    refuse_foreign_hooks(module)
+    described = describe_reduced(module)
+    known = {name: info for name, (_, info) in described.items()}
+    if known != handle.reducer.parameters:
+        raise UsageError("model has other parameters than the one that the handle was attached to")
+    hook = _hooks[module] = DdpHook(module)
+    hook.connect(handle, described)
+    return check_group(process_group, module.process_group)
+
+
+class DdpHook:
     """The one hook DDP lets us register, ever; handles come and go behind it."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
-        # Not the module itself: the registry of sockets must not keep it alive.
+        # Not the module itself: the registry of hooks must not keep it alive.
         self.process_group = module.process_group
         self.handle: Handle
         self._names: dict[int, ParameterInfo] = {}
         self._layouts: dict[tuple[int, ...], BucketLayout] = {}
         self._watch: LeftoverWatch | None = None
+        self._task = -1
+        """Autograd's number of the backward that is running, or was the last one."""
+        self._error: Exception | None = None
         module.register_comm_hook(None, self.hook)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """DDP copies and pickles its list of hooks, but not their effect: a copy stands for no hook at all."""
-        return LostSocket, ()
+        return StaleHook, ()
 
-    def plug_in(
+    def connect(
         self, handle: Handle, described: dict[str, tuple[nn.Parameter, ParameterInfo]]
     ) -> None:
         self.handle = handle
@@ -109,21 +142,57 @@ class Socket:
 
     @opaque
     def hook(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+        with station(HOOK):
+            return self._hook(bucket)
+
+    def _hook(self, bucket: dist.GradBucket) -> Future[Tensor]:
         if self.handle.closed:
-            return self._plain_mean(bucket.buffer())
+            return plain_mean(bucket.buffer(), self.process_group)
+        future = self._promise(bucket.buffer())
         try:
             layout = self._layout(bucket)
         except Exception as error:
             # Raised here it would leave DDP's reducer unusable; through the future it ends backward().
-            failed: Future[Tensor] = Future()
-            fail(failed, error)
-            if bucket.is_last():
-                # DDP waits for the other buckets first.
-                self.handle.pipeline.leave()
-            return failed
-        if self._watch is not None and self._watch.exchange_begins():
-            self._watch = None
-        return self.handle.pipeline.reduce(Bucket(layout, bucket.buffer()), last=bucket.is_last())
+            fail(future, error)
+        else:
+            if self._watch is not None and self._watch.exchange_begins():
+                self._watch = None
+            self.handle.reducer.reduce(Bucket(layout, bucket.buffer()), future)
+        if bucket.is_last():
+            self.handle.reducer.flush()
+        return future
+
+    def _promise(self, flat: Tensor) -> Future[Tensor]:
+        """The future that DDP waits for."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or in_compiled_backward():
+            # Under `join()` nothing comes between us and who waits. Compiled autograd drops what is asked for at the end.
+            self._stand_aside(joined=task == -1)
+            return self.handle.reducer.driver.new_future()
+        if task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._end_backward)
+        return HookFuture(flat, self._keep_error)
+
+    def _stand_aside(self, *, joined: bool) -> None:
+        """A rank that has joined does not step, so that its parameters are not those of the others for a while."""
+        replicas = self.handle.reducer.replicas
+        if joined and replicas is not None:
+            replicas.aside = True
+
+    def _keep_error(self, error: Exception) -> None:
+        self._error = self._error or error
+
+    def _end_backward(self) -> None:
+        """DDP's own end is behind this one, and would not come if an error were raised now."""
+        Variable._execution_engine.queue_callback(self._raise_error)
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        if not self.handle.closed:
+            look_at_replicas(self.handle.reducer)
 
     def _layout(self, bucket: dist.GradBucket) -> BucketLayout:
         parameters = bucket.parameters()
@@ -146,15 +215,22 @@ class Socket:
             )
         return layout
 
-    def _plain_mean(self, flat: Tensor) -> Future[Tensor]:
-        flat.div_(dist.get_world_size(self.process_group))
-        work = dist.all_reduce(flat, group=self.process_group, async_op=True)
-        assert work is not None
-        return work.get_future().then(lambda _: flat)
+
+class HookFuture(Future[Tensor]):
+    """What DDP waits for. It takes an error for a result that it cannot cast, so it is given not-a-number instead."""
+
+    def __init__(self, flat: Tensor, on_error: Callable[[Exception], None]) -> None:
+        super().__init__(devices=[flat.device] if flat.is_cuda else None)
+        self._flat = flat
+        self._on_error = on_error
+
+    def set_exception(self, result: Exception) -> None:  # type: ignore[override]
+        self._on_error(result)
+        self.set_result(self._flat.fill_(torch.nan))
 
 
-class LostSocket:
-    """What a socket becomes in a copy of its model."""
+class StaleHook:
+    """What a hook becomes in a copy of its model."""
 
     def hook(self, state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
         raise UsageError("this model is a copy, whose hook DDP has dropped; attach to it again")
@@ -201,39 +277,40 @@ class LeftoverWatch:
         return finished
 
 
-_sockets: WeakKeyDictionary[DistributedDataParallel, Socket] = WeakKeyDictionary()
+_hooks: WeakKeyDictionary[DistributedDataParallel, DdpHook] = WeakKeyDictionary()
 
 
-def unwrap(model: nn.Module) -> DistributedDataParallel:
-    """The DDP module itself, out of torch.compile's wrapper."""
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model itself, out of torch.compile's wrapper."""
     inner = getattr(model, "_orig_mod", model)
-    if not isinstance(inner, DistributedDataParallel):
-        raise UsageError(
-            f"ddp is a {type(inner).__name__}; it must be a torch.nn.parallel.DistributedDataParallel model"
-        )
-    if getattr(inner, "_use_python_reducer", False):
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def refuse_unhookable(ddp: DistributedDataParallel) -> None:
+    """Refuse a model whose settings leave no place for a hook."""
+    if getattr(ddp, "_use_python_reducer", False):
         raise UsageError(
             "ddp uses the Python reducer (torch._dynamo.config.optimize_ddp = 'python_reducer'), which has no bucket hook; "
             "set optimize_ddp to 'ddp_optimizer' or False before wrapping the model"
         )
-    if getattr(inner, "skip_all_reduce_unused_params", False):
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
         raise UsageError(
             "ddp has skip_all_reduce_unused_params=True, which hides from a hook where a step ends; it must be False"
         )
-    return inner
 
 
 def refuse_foreign_hooks(module: DistributedDataParallel) -> None:
-    lost = [pair for pair in module._comm_hooks if is_lost(pair[0])]
-    module._comm_hooks = [pair for pair in module._comm_hooks if pair not in lost]
+    stale = [pair for pair in module._comm_hooks if is_stale(pair[0])]
+    module._comm_hooks = [pair for pair in module._comm_hooks if pair not in stale]
     if module._comm_hooks:
         raise UsageError(
             "ddp already has a communication hook; DDP takes only one, so wrap the model anew without it"
         )
 
 
-def is_lost(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), LostSocket)
+def is_stale(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), StaleHook)
 
 
 def check_group(asked: dist.ProcessGroup | None, own: dist.ProcessGroup) -> dist.ProcessGroup:

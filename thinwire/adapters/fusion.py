@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from thinwire.layout import Bucket, BucketLayout, ParameterInfo, Slot
+from thinwire.layout import Bucket, ParameterInfo, lay_out
 
 
 @dataclass(eq=False)
@@ -62,12 +62,7 @@ def _fits(
 
 
 def _buffer(run: Sequence[tuple[nn.Parameter, ParameterInfo]]) -> FusionBuffer:
-    slots: list[Slot] = []
-    offset = 0
-    for _, info in run:
-        slots.append(info.slot(offset))
-        offset += info.numel
     first = run[0][0]
-    layout = BucketLayout(tuple(slots), offset, first.dtype, first.device)
-    flat = torch.zeros(offset, dtype=first.dtype, device=first.device)
+    layout = lay_out((info for _, info in run), first.dtype, first.device)
+    flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
     return FusionBuffer(Bucket(layout, flat), [parameter for parameter, _ in run])

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.futures import Future
 from torch.optim import Optimizer
 
-from thinwire.adapters.checks import check_parameters
+from thinwire.adapters.backward_pass import BackwardPass
+from thinwire.adapters.checks import check_bucket_mb, check_parameters, find_group
 from thinwire.adapters.fusion import FusionBuffer, fuse
+from thinwire.adapters.handles import make_handle
+from thinwire.adapters.wrapped import WrappedOptimizer
+from thinwire.auto import Prospect
+from thinwire.engine.device_drivers import make_driver
+from thinwire.engine.network import share_from_first
+from thinwire.engine.opaque import in_compiled_backward, opaque
+from thinwire.engine.replicas import ReplicaWatch
+from thinwire.engine.watching import look_at_replicas
 from thinwire.errors import UsageError
-from thinwire.exchange.network import broadcast_into
-from thinwire.handle import Handle
 from thinwire.layout import ParameterInfo, describe_module, describe_parameters
 from thinwire.methods.base import Method
-from thinwire.opaque import in_compiled_backward, opaque
-from thinwire.optim import take_over
+from thinwire.optim.takeover import take_over
 from thinwire.plan.policy import Rule
 from thinwire.validate import check_bool, check_instance, check_positive_int
 
 logger = logging.getLogger(__name__)
+PASSES = "backward_passes_per_step"
+NO_MODEL = (
+    "DistributedOptimizer was given no model; what each layer is gets guessed from shapes "
+    "(embeddings look like linear layers), pass model= to choose selection axes by layer"
+)
 Described = dict[str, tuple[nn.Parameter, ParameterInfo]]
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(WrappedOptimizer):
     """Averages gradients over all ranks during backward; everything else is the wrapped optimizer's.
 
     Gradient hooks fill fusion buffers and start their exchange while backward goes on. The exchange finishes at the end
@@ -39,6 +50,29 @@ class DistributedOptimizer(Optimizer):
     gradient counts as zero, so that all ranks step alike.
 
     `state_dict()` is the wrapped optimizer's and loads into a plain one; `handle` is what `tw.attach` returns for DDP.
+
+    Args:
+        optimizer: Any torch optimizer.
+        model: The model whose parameters it has; tells what each layer is.
+        named_parameters: Names and parameters, where there is no model to be had.
+        method: How gradients are sent: tw.Auto(), which measures and chooses, or one by name such as tw.ADTopK(density=0.01).
+        bucket_mb: Megabytes of gradients that are exchanged together; 0 for every parameter by itself.
+        backward_passes_per_step: Backwards after which gradients are exchanged.
+        average: Whether the update is the mean of all ranks' gradients, or their sum.
+        policy: Rules for single parameters; the first match wins.
+        process_group: The ranks to exchange with; all unless given.
+        grad_scaler: The GradScaler of the loss, if there is one; memory is then kept in unscaled units.
+        deterministic: Add dense parts in rank order, so that resuming is bit-exact whatever the bucketing.
+        skippable: You may call `handle.discard_step()`: a step that is not applied leaves no trace in memory. That holds
+            memory a second time (4 bytes per compressed parameter); with a `grad_scaler` it is on.
+        skipped: What a skipped step leaves: "forget" for nothing, "keep" to have what it sent return to memory, with the
+            finite part of its gradient, at no cost.
+        checksum: Refuse on all ranks, in the same step, what does not arrive as it was sent: `backward()` raises a `DamageError`,
+            and training can go on. Every collective is followed by a small one, for which the host waits on CUDA too.
+        watch: Compare the replicas every so many steps: a fingerprint of the parameters and of the last update travels with a
+            payload. None for never.
+        on_difference: What is done about replicas that differ: "raise", or "repair" to copy parameters and the optimizer's state
+            from the majority. Without a majority it raises.
 
     >>> opt = tw.DistributedOptimizer(opt, model=model, method=tw.ADTopK(density=0.01))
     """
@@ -57,41 +91,48 @@ class DistributedOptimizer(Optimizer):
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: Any = None,
         deterministic: bool = False,
+        skippable: bool = False,
+        skipped: str = "forget",
+        checksum: bool = False,
+        watch: int | None = None,
+        on_difference: str = "raise",
     ) -> None:
         check_instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         check_instance("method", method, Method, "a method such as tw.ADTopK(density=0.01)")
-        check_positive_int("backward_passes_per_step", backward_passes_per_step)
-        check_bool("average", average)
-        if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or bucket_mb < 0:
-            raise UsageError(
-                f"bucket_mb is {bucket_mb!r}; it must be a number of megabytes, 0 for a bucket per parameter"
-            )
-        # The base class is not initialised: groups, state and hooks are the wrapped optimizer's own.
-        self.optimizer = optimizer
+        own = _check_own(bucket_mb, backward_passes_per_step, average)
+        super().__init__(optimizer)
         described = _describe(optimizer, model, named_parameters)
         parameters = {name: pair[0] for name, pair in described.items()}
         check_parameters(model, parameters)
-        group = process_group or dist.group.WORLD
-        if group is None:
-            raise UsageError(
-                "there is no process group; call torch.distributed.init_process_group first"
-            )
+        group = find_group(process_group)
         assert method is not None
-        self.handle = Handle(
+        if model is None and not method.is_dense:
+            logger.warning(NO_MODEL)
+        takeover = take_over(method, optimizer, parameters)
+        device = next(iter(parameters.values())).device
+        self.handle = make_handle(
             {name: pair[1] for name, pair in described.items()},
             method,
-            device=next(iter(parameters.values())).device,
+            partial(make_driver, group, device),
+            device=device,
             policy=policy,
-            process_group=group,
             grad_scaler=grad_scaler,
             deterministic=deterministic,
-            takeover=take_over(method, optimizer, parameters),
+            checksum=checksum,
+            skippable=skippable,
+            skipped=skipped,
+            takeover=takeover,
+            replicas=ReplicaWatch(parameters, watch, on_difference, optimizer),
+            settings=own,
+            prospect=Prospect(optimizer, parameters),
         )
-        _broadcast_from_first(group, model, parameters.values())
+        if takeover is not None:
+            takeover.commit([self.handle])
+        share_from_first((parameters if model is None else model.state_dict()).values(), group)
         self.backward_passes_per_step = backward_passes_per_step
-        self._factor = 1.0 if average else float(self.handle.world)
+        self._average = average
         self._buffers = fuse(list(described.values()), int(bucket_mb * 2**20))
-        self._pass = BackwardPass(self._buffers)
+        self._pass = BackwardPass(self._buffers, self.handle, group)
         self._passes = 0
         self._delivered: dict[nn.Parameter, Tensor] = {}
         self._removers = self._register_hooks()
@@ -100,21 +141,29 @@ class DistributedOptimizer(Optimizer):
 
     def _register_hooks(self) -> list[Any]:
         removers = []
-        for buffer in self._buffers:
+        for number, buffer in enumerate(self._buffers):
             for index, parameter in enumerate(buffer.parameters):
-                hook = self._hook_of(buffer, index)
+                hook = self._hook_of(number, index)
                 removers.append(parameter.register_post_accumulate_grad_hook(hook))
         return removers
 
-    def _hook_of(self, buffer: FusionBuffer, index: int) -> Callable[[Tensor], None]:
+    def _hook_of(self, number: int, index: int) -> Callable[[Tensor], None]:
+        """Knows the optimizer by a weak reference: nobody finds a circle that leads through a parameter's hooks."""
+        myself = weakref.ref(self)
+
         @opaque
         def on_gradient(parameter: Tensor) -> None:
-            self._enter_backward()
-            if self._pass.synchronising:
-                self._refuse_second_backward(buffer.parameters[index])
-                self._pass.arrived(buffer, index, self.handle)
+            optimizer = myself()
+            if optimizer is not None:
+                optimizer._take_gradient(optimizer._buffers[number], index)
 
         return on_gradient
+
+    def _take_gradient(self, buffer: FusionBuffer, index: int) -> None:
+        self._enter_backward()
+        if self._pass.synchronising:
+            self._refuse_second_backward(buffer.parameters[index])
+            self._pass.arrived(buffer, index)
 
     def _enter_backward(self) -> None:
         """On the first gradient of a backward, ask to be called at its end."""
@@ -141,12 +190,17 @@ class DistributedOptimizer(Optimizer):
         self._passes += 1
         if self._pass.synchronising:
             self._passes = 0
-            for buffer, update in self._pass.finish(self.handle):
-                self._deliver(buffer, update)
+            self._deliver_all()
+
+    def _deliver_all(self) -> None:
+        for buffer, update in self._pass.finish():
+            self._deliver(buffer, update)
+        if not self.handle.closed:
+            look_at_replicas(self.handle.reducer)
 
     def _deliver(self, buffer: FusionBuffer, update: Tensor) -> None:
-        if self._factor != 1.0:
-            update.mul_(self._factor)
+        if not self._average:
+            update.mul_(self.handle.world)
         for parameter, slot in zip(buffer.parameters, buffer.bucket.layout.slots, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
@@ -173,18 +227,33 @@ class DistributedOptimizer(Optimizer):
 
     @opaque
     def synchronize(self) -> None:
-        """Gradients are final when backward returns, so there is nothing to wait for.
+        """Gradients are final when the last backward of a step returns, so there is mostly nothing to wait for.
 
-        The one exception: every parameter that was used lies inside reentrant checkpoints and some were not used; torch
-        then does not tell that the outer backward ended, and the exchange finishes here or in `step`.
+        Two exceptions are finished here or in `step`. Fewer backwards ran than `backward_passes_per_step`: what they
+        accumulated is exchanged now. Or every parameter that was used lies inside reentrant checkpoints and some were not
+        used: torch then does not tell that the outer backward ended.
         """
         if self._pass.tasks:
             self._finish_backward()
+        if self._passes:
+            self._exchange_now()
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """For scripts written for Horovod, which must not synchronise twice."""
-        yield
+    def contribute_nothing(self) -> None:
+        """Take part in one exchange of the other ranks with zeros. The update it brings is dropped."""
+        self.optimizer.zero_grad()
+        replicas = self.handle.reducer.replicas
+        if replicas is not None:
+            # Its parameters stand still while those of the others go on.
+            replicas.aside = True
+        self._exchange_now()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def _exchange_now(self) -> None:
+        """Exchange the gradients as they are, outside of any backward."""
+        self._pass.begin(synchronising=True)
+        self._passes = 0
+        self._deliver_all()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Exchange once every `passes` backwards; divide the loss by it to keep a mean."""
@@ -193,6 +262,8 @@ class DistributedOptimizer(Optimizer):
             raise UsageError(
                 f"backward_passes_per_step cannot change after {self._passes} of {self.backward_passes_per_step} passes"
             )
+        if not self.handle.closed:
+            self.handle.reducer.driver.agree({PASSES: str(passes)})
         self.backward_passes_per_step = passes
 
     def close(self) -> None:
@@ -207,97 +278,25 @@ class DistributedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         self.synchronize()
         self._delivered.clear()
-        return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        return self.step_wrapped(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._forget_backward()
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        super().zero_grad(set_to_none=set_to_none)
 
     def _forget_backward(self) -> None:
         """The next backward starts afresh, also after one that failed halfway."""
         self._delivered.clear()
         self._pass.tasks.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise UsageError(
-            "parameters cannot be added after DistributedOptimizer was built; add the group to the plain optimizer first"
-        )
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"DistributedOptimizer({self.optimizer!r})"
+        self._passes = 0
 
 
-class BackwardPass:
-    """One backward: which buckets are full, started, done. Buckets start in one order on all ranks."""
-
-    def __init__(self, buffers: list[FusionBuffer]) -> None:
-        self.buffers = buffers
-        self.tasks: set[int] = set()
-        """Autograd's numbers of the backwards that are running, nested ones included."""
-        self.synchronising = False
-        self._futures: list[Future[Tensor]] = []
-
-    def begin(self, synchronising: bool) -> None:
-        self.synchronising = synchronising
-        self._futures = []
-        for buffer in self.buffers:
-            buffer.reset()
-
-    def arrived(self, buffer: FusionBuffer, index: int, handle: Handle) -> None:
-        """A gradient is complete; start every bucket whose turn has come."""
-        if index not in buffer.missing:
-            name = buffer.bucket.layout.slots[index].name
-            raise UsageError(
-                f"the gradient of {name!r} arrived twice in one backward: weights shared between reentrant checkpoints "
-                "need use_reentrant=False, and a backward that failed needs zero_grad() before the next"
-            )
-        buffer.fill(index)
-        while (
-            len(self._futures) < len(self.buffers) and not self.buffers[len(self._futures)].missing
-        ):
-            self._start(handle)
-
-    def finish(self, handle: Handle) -> Iterator[tuple[FusionBuffer, Tensor]]:
-        """Start what is left, parameters without a gradient counting as zero; yield buckets as they complete."""
-        while len(self._futures) < len(self.buffers):
-            buffer = self.buffers[len(self._futures)]
-            for index in sorted(buffer.missing):
-                buffer.fill(index)
-            self._start(handle)
-        for buffer, future in zip(self.buffers, self._futures, strict=True):
-            yield buffer, future.wait()
-
-    @property
-    def incomplete(self) -> bool:
-        return self.synchronising and any(buffer.missing for buffer in self.buffers)
-
-    def _start(self, handle: Handle) -> None:
-        bucket = self.buffers[len(self._futures)].bucket
-        last = len(self._futures) + 1 == len(self.buffers)
-        self._futures.append(handle.pipeline.reduce(bucket, last=last))
+def _check_own(bucket_mb: Any, passes: Any, average: Any) -> dict[str, str]:
+    """The settings of this adapter, which have to be the same on all ranks."""
+    check_positive_int(PASSES, passes)
+    check_bool("average", average)
+    check_bucket_mb(bucket_mb)
+    return {"bucket_mb": str(float(bucket_mb)), PASSES: str(passes), "average": str(average)}
 
 
 def _describe(
@@ -310,10 +309,6 @@ def _describe(
     if model is not None:
         described = describe_module(model)
     else:
-        logger.warning(
-            "DistributedOptimizer was given no model; what each layer is gets guessed from shapes "
-            "(embeddings look like linear layers), pass model= to choose selection axes by layer"
-        )
         named = list(named_parameters) if named_parameters is not None else _numbered(optimizer)
         names = [name for name, _ in named]
         if len(set(names)) != len(names):
@@ -339,14 +334,3 @@ def _numbered(optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
         for g, group in enumerate(optimizer.param_groups)
         for i, parameter in enumerate(group["params"])
     ]
-
-
-def _broadcast_from_first(
-    group: dist.ProcessGroup, model: nn.Module | None, parameters: Iterable[nn.Parameter]
-) -> None:
-    """Replicas that start apart stay apart."""
-    tensors = list(model.state_dict().values()) if model is not None else list(parameters)
-    root = dist.get_process_group_ranks(group)[0]
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            broadcast_into(tensor, root, group)

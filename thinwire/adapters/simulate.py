@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,21 +16,25 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from thinwire.adapters.checks import check_parameters
+from thinwire.adapters.checks import check_bucket_mb, check_parameters
 from thinwire.adapters.fusion import fuse
+from thinwire.adapters.gradient_stack import GradientStack
+from thinwire.adapters.handles import make_handle
 from thinwire.adapters.simulate_graph import Compute, Graphs, loss_of, run_pass
+from thinwire.adapters.simulate_report import SimulationReport
 from thinwire.adapters.simulate_state import BufferStates, RandomStates
-from thinwire.adapters.simulate_workers import GradientStack, Seats, WorkerHandle
+from thinwire.engine.moving import refuse_to_move
+from thinwire.engine.opaque import opaque
+from thinwire.engine.virtual import VirtualCluster
 from thinwire.errors import UsageError
-from thinwire.handle import Handle, check_settings
+from thinwire.handle import Handle
 from thinwire.layout import describe_module
 from thinwire.methods.base import Method
 from thinwire.observe.stats import Stats
-from thinwire.opaque import opaque
-from thinwire.optim import Takeover, take_over
-from thinwire.plan.policy import Rule
+from thinwire.optim.takeover import take_over
+from thinwire.plan.policy import Rule, check_settings
 from thinwire.plan.report import PlanReport
-from thinwire.validate import check_bool, check_finite_number, check_instance, check_positive_int
+from thinwire.validate import check_bool, check_instance, check_positive_int
 
 
 def simulate(
@@ -43,14 +46,31 @@ def simulate(
     policy: Sequence[Rule] | None = None,
     grad_scaler: Any = None,
     deterministic: bool = False,
+    skippable: bool = False,
+    skipped: str = "forget",
     bucket_mb: float = 25,
     graph: bool = False,
 ) -> Simulation:
     """Train a plain model as `workers` data-parallel workers would, in this process.
 
-    The settings are those of `tw.attach`. With `deterministic` and one thread, parameters are bit for bit those of
-    as many gloo processes under DDP; without it only dense sums are added in another order. `graph` captures forward
-    and backward as CUDA graphs where `run` or `step` is used; where that cannot work one sentence says so.
+    With `deterministic` and one thread, parameters are bit for bit those of as many gloo processes under DDP; without it
+    only dense sums are added in another order.
+
+    Args:
+        model: A plain module on one device.
+        method: How gradients are sent, such as tw.ADTopK(density=0.01).
+        workers: How many workers.
+        optimizer: Needed by methods that take momentum over.
+        policy: Rules for single parameters; the first match wins.
+        grad_scaler: The GradScaler of the loss, if there is one; memory is then kept in unscaled units.
+        deterministic: Add dense parts in rank order.
+        skippable: You may call `handle.discard_step()`: a step that is not applied leaves no trace in memory. That holds
+            memory a second time (4 bytes per compressed parameter); with a `grad_scaler` it is on.
+        skipped: What a skipped step leaves: "forget" for nothing, "keep" to have what it sent return to memory, with the
+            finite part of its gradient, at no cost.
+        bucket_mb: Megabytes of a bucket; 0 for a bucket per parameter.
+        graph: Capture forward and backward as CUDA graphs where `run` or `step` is used. Where that cannot work one sentence
+            says so.
 
     >>> sim = tw.simulate(model, tw.ADTopK(density=0.01), workers=8)
     >>> for rank in sim.ranks:
@@ -68,28 +88,34 @@ def simulate(
     parameters = {name: pair[0] for name, pair in described.items()}
     check_parameters(model, parameters)
     device = find_device(parameters)
-    seats = Seats(workers)
+    cluster = VirtualCluster(workers)
     takeover = take_over(method, optimizer, parameters)
+    infos = {name: pair[1] for name, pair in described.items()}
+    # Nobody waits for anybody: buckets are exchanged one by one.
     handles = [
-        WorkerHandle(
-            {name: pair[1] for name, pair in described.items()},
+        make_handle(
+            infos,
             method,
-            rank=rank,
-            seats=seats,
+            lambda driver=driver: driver,  # type: ignore[misc]
             device=device,
             policy=policy,
             grad_scaler=grad_scaler,
             deterministic=deterministic,
+            skippable=skippable,
+            skipped=skipped,
             takeover=takeover,
+            coalesce_bytes=0,
         )
-        for rank in range(workers)
+        for driver in cluster.drivers
     ]
+    for handle in handles:
+        handle.movable(refuse_to_move)
     if takeover is not None:
-        commit(takeover, handles)
+        takeover.commit(handles)
     buffers = fuse(list(described.values()), int(bucket_mb * 2**20))
     stacks = [GradientStack(buffer, workers) for buffer in buffers]
     return Simulation(
-        model, seats, handles, stacks, Graphs(model, list(parameters.values())) if graph else None
+        model, cluster, handles, stacks, Graphs(model, list(parameters.values())) if graph else None
     )
 
 
@@ -97,14 +123,6 @@ def check_model(model: Any) -> None:
     check_instance("model", model, nn.Module, "a torch.nn.Module")
     if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
         raise UsageError("model is a DistributedDataParallel; pass the plain model inside it")
-
-
-def check_bucket_mb(bucket_mb: Any) -> None:
-    check_finite_number("bucket_mb", bucket_mb)
-    if bucket_mb < 0:
-        raise UsageError(
-            f"bucket_mb is {bucket_mb!r}; it must be a number of megabytes, 0 for a bucket per parameter"
-        )
 
 
 def find_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
@@ -116,52 +134,9 @@ def find_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
     return devices.pop()
 
 
-def commit(takeover: Takeover, handles: Sequence[Handle]) -> None:
-    """Take momentum over from the optimizer, which is there once; every worker's memory starts from it."""
-    takeover.commit(handles[0])
-    for name, parameter in takeover.parameters.items():
-        buffer = takeover.optimizer.state.get(parameter, {}).get("momentum_buffer")
-        for handle in handles[1:] if buffer is not None else ():
-            handle.pipeline.roster.write_memory(name, "momentum", buffer.detach())
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulationReport:
-    """What a simulation costs. On CUDA the seconds are the host's, which runs ahead of the device."""
-
-    workers: int
-    steps: int
-    """That the seconds are of."""
-    parameter_bytes: int
-    """Of the model, which exists once."""
-    gradient_bytes: int
-    """Of all workers' gradients."""
-    memory_bytes: int
-    """What all workers hold back."""
-    buffer_bytes: int
-    """Copies of the model's buffers."""
-    worker_seconds: float
-    """Spent in workers' blocks, all steps together."""
-    exchange_seconds: float
-
-    @property
-    def state_bytes(self) -> int:
-        """What there is because of the simulation, beside the model."""
-        return self.gradient_bytes + self.memory_bytes + self.buffer_bytes
-
-    def __str__(self) -> str:
-        steps = max(1, self.steps)
-        return (
-            f"{self.workers} workers: {self.state_bytes / 1e6:.1f} MB beside the model's "
-            f"{self.parameter_bytes / 1e6:.1f} MB (gradients {self.gradient_bytes / 1e6:.1f}, held back "
-            f"{self.memory_bytes / 1e6:.1f}, buffers {self.buffer_bytes / 1e6:.1f}); "
-            f"{1e3 * self.worker_seconds / steps:.1f} ms computing and "
-            f"{1e3 * self.exchange_seconds / steps:.1f} ms exchanging per step"
-        )
-
-
 class Simulation:
-    """N workers that share a model. Made by `tw.simulate`.
+    """N workers that share a model. Made by `tw.simulate`, which hands it the `cluster` of virtual ranks, the workers' `handles`,
+    their gradients in `stacks`, and the CUDA `graphs` if it uses any.
 
     A step: every worker computes its gradient (`worker`, or `run`), `exchange` puts the averaged update into `p.grad`,
     the optimizer steps. Gradients of earlier steps need no `zero_grad`: a worker starts from none.
@@ -170,8 +145,8 @@ class Simulation:
     def __init__(
         self,
         model: nn.Module,
-        seats: Seats,
-        handles: Sequence[WorkerHandle],
+        cluster: VirtualCluster,
+        handles: Sequence[Handle],
         stacks: Sequence[GradientStack],
         graphs: Graphs | None,
     ) -> None:
@@ -179,8 +154,9 @@ class Simulation:
         self.handles: list[Handle] = list(handles)
         """Of every worker, what `tw.attach` would have returned to it; change them all at once, by `switch`."""
         self.ranks = range(len(handles))
-        self._seats = seats
-        self._stacks = list(stacks)
+        self._cluster = cluster
+        self.stacks = list(stacks)
+        """The gradients of all workers, a stack per bucket."""
         self._graphs = graphs
         self._random = RandomStates(len(handles), stacks[0].rows.device)
         self._buffers = BufferStates(list(model.buffers()))
@@ -197,7 +173,7 @@ class Simulation:
 
     @property
     def device(self) -> torch.device:
-        return self._stacks[0].rows.device
+        return self.stacks[0].rows.device
 
     @property
     def graphed(self) -> bool:
@@ -225,7 +201,7 @@ class Simulation:
         try:
             yield
         except BaseException:
-            for stack in self._stacks:
+            for stack in self.stacks:
                 stack.drop()
             raise
         else:
@@ -270,12 +246,12 @@ class Simulation:
 
     def _lend(self) -> None:
         assert self._working is not None
-        for stack in self._stacks:
+        for stack in self.stacks:
             stack.lend(self._working)
 
     def _collect(self) -> None:
         assert self._working is not None
-        for stack in self._stacks:
+        for stack in self.stacks:
             stack.collect(self._working)
 
     @torch.no_grad()
@@ -289,12 +265,16 @@ class Simulation:
         began = time.perf_counter()
         self._computed.clear()
         self._buffers.end_step()
-        for stack in self._stacks:
+        for stack in self.stacks:
             started = [
-                handle.pipeline.reduce(bucket)
+                handle.reducer.reduce(bucket)
                 for handle, bucket in zip(self.handles, stack.buckets, strict=True)
             ]
-            self._seats.run(started)
+            for future in started:
+                if future.done():
+                    # A rank that could not start says why.
+                    future.value()
+            self._cluster.run()
             stack.deliver()
         self._steps += 1
         self._exchange_seconds += time.perf_counter() - began
@@ -325,7 +305,7 @@ class Simulation:
     def gradient(self, name: str, rank: int) -> Tensor:
         """What a worker has computed of a parameter's gradient in this step; after `exchange`, the update."""
         self._check_rank(rank)
-        for stack in self._stacks:
+        for stack in self.stacks:
             for slot in stack.buckets[rank].layout.slots:
                 if slot.name == name:
                     return slot.view(stack.buckets[rank].flat).clone()
@@ -342,7 +322,7 @@ class Simulation:
             handle.switch(method, policy=policy)
 
     def discard_step(self) -> None:
-        """Say that the last step was not applied: what it sent returns to memory."""
+        """Say that the last step was not applied: it leaves no trace in any worker's memory."""
         for handle in self.handles:
             handle.discard_step()
 
@@ -352,7 +332,7 @@ class Simulation:
             workers=self.workers,
             steps=self._steps,
             parameter_bytes=sum(p.nbytes for p in self.model.parameters()),
-            gradient_bytes=sum(stack.rows.nbytes for stack in self._stacks),
+            gradient_bytes=sum(stack.rows.nbytes for stack in self.stacks),
             memory_bytes=sum(handle.stats().memory_bytes for handle in self.handles),
             buffer_bytes=self._buffers.nbytes(),
             worker_seconds=self._worker_seconds,
@@ -363,7 +343,7 @@ class Simulation:
         """Free what the workers hold and give the optimizer its momentum back."""
         for handle in self.handles[1:]:
             # One warning about what is dropped is enough.
-            handle.pipeline.release()
+            handle.reducer.release()
             handle.close()
         self.handles[0].close()
 

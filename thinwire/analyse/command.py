@@ -5,72 +5,70 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich import box
 from rich.table import Table
 
 from thinwire.analyse.convergence import Look, WatchedWorkers
 from thinwire.analyse.plots import plot_convergence
 from thinwire.errors import UsageError
-from thinwire.methods.base import SMALL_NUMEL
-from thinwire.methods.registry import parse_names
-from thinwire.observe.files import write_text
-from thinwire.observe.metrics import MetricsLog
-from thinwire.observe.progress import make_progress
-from thinwire.observe.provenance import describe_origin
-from thinwire.observe.results import Row
-from thinwire.observe.scores import format_score, name_metric
-from thinwire.observe.tables import make_console
+from thinwire.recipes.command import TaskName
+from thinwire.recipes.config import Choice, Running, Training
 from thinwire.recipes.device import choose_device
-from thinwire.recipes.examples import Data
 from thinwire.recipes.job import Job, build_job
 from thinwire.recipes.loop import count_steps_per_epoch
 from thinwire.recipes.report import default_folder, run_folder
-from thinwire.recipes.settings import to_toml
-from thinwire.recipes.worker import METRICS_FILE, run_cell
+from thinwire.recipes.worker import run_cell
+from thinwire.tools.files import write_text
+from thinwire.tools.methods import build_method, check_methods, keep_taken
+from thinwire.tools.metrics import METRICS_FILE, MetricsLog
+from thinwire.tools.progress import make_progress
+from thinwire.tools.provenance import describe_origin
+from thinwire.tools.results import Row
+from thinwire.tools.scores import format_score, name_metric
+from thinwire.tools.settings.building import check_fields
+from thinwire.tools.settings.kinds import Density, NewFolder, Positive
+from thinwire.tools.settings.options import DryRun, Said, command, said
+from thinwire.tools.settings.sections import to_toml
+from thinwire.tools.tables import TIGHT, format_table, make_console, say
 
 METHODS = ("topk", "adtopk")
 RESULTS_FILE = "convergence.json"
 PICTURE = "convergence.png"
 
-TaskName = Annotated[
-    str | None,
-    typer.Argument(metavar="TASK", help="A name of thinwire train --list, or module:attribute."),
-]
-DataName = Annotated[
-    str | None, typer.Option(help="With --model, instead of TASK.", metavar="NAME")
-]
-ModelName = Annotated[
-    str | None, typer.Option(help="With --data, instead of TASK.", metavar="NAME")
-]
-Methods = Annotated[str, typer.Option(help="topk, adtopk or both, with a comma.", metavar="NAMES")]
-Density = Annotated[float, typer.Option(help="Fraction of the entries sent.", metavar="FRACTION")]
-Workers = Annotated[int, typer.Option(help="All of them in this process.", metavar="N")]
-Epochs = Annotated[int | None, typer.Option(help="Passes over the data.", metavar="N")]
-BatchSize = Annotated[int | None, typer.Option(help="Examples per worker.", metavar="N")]
-LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate.", metavar="RATE")]
-Seed = Annotated[int | None, typer.Option(help="Of everything random.", metavar="N")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", metavar="NAME")]
-DataDir = Annotated[
-    Path | None, typer.Option(help="Where data sets are (THINWIRE_DATA).", metavar="FOLDER")
-]
-Synthetic = Annotated[bool, typer.Option("--synthetic", help="Random data of the right shape.")]
-Tiny = Annotated[bool, typer.Option("--tiny", help="The same code with a two-layer model.")]
-Out = Annotated[
-    Path | None, typer.Option(help="Run folder; runs/... unless given.", metavar="FOLDER")
-]
-NoBreakEven = Annotated[
-    bool,
-    typer.Option(
-        "--no-break-even",
-        help=f"Compress also where dense would send less; below {SMALL_NUMEL} elements layers stay dense.",
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show all settings and start nothing.")]
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """What is looked at."""
+
+    methods: tuple[str, ...] = METHODS
+    """Methods that choose entries, with commas; your own as module:attribute."""
+    density: Density = 0.01
+    """Fraction of the entries sent."""
+    simulate_workers: Positive = 8
+    """All of them in this process."""
+    no_break_even: bool = False
+    """Compress also where dense would send less; below 1024 elements layers stay dense."""
+    out: NewFolder | None = None
+    """Run folder; runs/... unless given."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_methods(self.methods)
+        for name in self.methods:
+            method = build_method(name, keep_taken(name, density=self.density))
+            if not method.selects or method.takes_over is not None:
+                raise UsageError(
+                    f"methods names {name!r}, for which there is no xi: it must choose entries, and of gradients "
+                    "without momentum, as topk and adtopk do"
+                )
+
+    @property
+    def densities(self) -> list[float]:
+        """None where no method has one to set."""
+        return [self.density] if any(keep_taken(n, density=1) for n in self.methods) else []
 
 
 @dataclass(frozen=True)
@@ -94,65 +92,49 @@ class Watched:
         }
 
 
+@command
 def analyse_convergence(
-    task: TaskName = None,
-    data: DataName = None,
-    model: ModelName = None,
-    methods: Methods = "topk,adtopk",
-    density: Density = 0.01,
-    simulate_workers: Workers = 8,
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
-    lr: LearningRate = None,
-    seed: Seed = None,
-    device: Device = None,
-    data_dir: DataDir = None,
-    synthetic: Synthetic = False,
-    tiny: Tiny = False,
-    no_break_even: NoBreakEven = False,
-    out: Out = None,
+    name: TaskName = None,
+    *,
+    task: Said = said(Choice, "data", "model", "data_dir", "synthetic", "tiny"),
+    analysis: Analysis,
+    training: Said = said(Training, "epochs", "batch_size", "lr", "seed"),
+    run: Said = said(Running, "device"),
     dry_run: DryRun = False,
 ) -> None:
     """Measure the constant xi, and count the rows that get nothing, in every epoch of a training.
 
     thinwire analyse convergence digits --simulate-workers 8 --density 0.01 --epochs 10
 
-    Trains the task once with each method and writes convergence.json and convergence.png to the run folder. What xi is
-    and what a row is: docs/simulate.md.
+    Trains the task once with each method and writes convergence.json and
+    convergence.png to the run folder. What xi is and what a row is:
+    docs/simulate.md.
     """
-    names = parse_names(methods)
-    if not names or not set(names) <= set(METHODS):
-        raise UsageError(f"methods is {methods!r}; it must be topk, adtopk or both, with a comma")
+    forced = analysis.no_break_even
     settings = {
-        "task": {
-            "name": task,
-            "data": data,
-            "model": model,
-            "data_dir": data_dir,
-            "synthetic": synthetic,
-            "tiny": tiny,
-        },
-        "training": {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed},
-        "run": {"simulate_workers": simulate_workers, "device": device},
-        "method": {"dense_fallback": False} if no_break_even else {},
-        "compare": {"methods": names, "densities": [density]},
+        "task": {"name": name, **task},
+        "training": training,
+        "run": {"simulate_workers": analysis.simulate_workers, **run},
+        "method": {"dense_fallback": False} if forced else {},
+        "compare": {"methods": list(analysis.methods), "densities": analysis.densities},
     }
-    folder = out or default_folder("convergence", task or f"{data}-{model}")
-    job = build_job("compare", settings, out=folder)
+    job = build_job("compare", settings, out=analysis.out or Path())
     if dry_run:
-        typer.echo(to_toml(job.to_settings()), nl=False)
+        print(to_toml(job.to_settings()), end="")
         return
+    if analysis.out is None:
+        job = replace(job, out=default_folder("convergence", job.choice.label))
     console = make_console()
     with run_folder(job), make_progress(console) as progress:
-        runs = watch_job(job, progress.show, small_dense=no_break_even)
-    write_results(job, runs, break_even=not no_break_even)
+        runs = watch_job(job, progress.show, small_dense=forced)
+    write_results(job, runs, break_even=not forced)
     console.print(summary_table(runs))
-    console.print(f"files in {folder}", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"files in {job.out}")
 
 
 def write_results(job: Job, runs: Sequence[Watched], *, break_even: bool) -> None:
     """Rows and picture, in the run folder."""
-    (density,) = job.densities
+    kept = "".join(f", {density:.3g} kept" for density in job.densities)
     rows = [run.to_dict() for run in runs]
     content = {
         "job": job.to_settings(),
@@ -161,7 +143,7 @@ def write_results(job: Job, runs: Sequence[Watched], *, break_even: bool) -> Non
         "runs": rows,
     }
     write_text(job.out / RESULTS_FILE, json.dumps(content, indent=1) + "\n")
-    title = f"{job.choice.label}, {density:.3g} kept, {job.running.world} workers"
+    title = f"{job.choice.label}{kept}, {job.running.world} workers"
     plot_convergence(job.out / PICTURE, rows, title)
 
 
@@ -171,8 +153,7 @@ def watch_job(job: Job, listener: Any, *, small_dense: bool = False) -> list[Wat
     logging.getLogger("thinwire.handle").setLevel(logging.ERROR)
     device = choose_device(job.running)
     task = job.choice.find()
-    loaded = task.load(job.source)
-    data = Data(loaded.kind, loaded.train.to(device), loaded.test.to(device))
+    data = task.load(job.source).to(device)
     log = MetricsLog(job.out / METRICS_FILE, [listener])
     runs = []
     for cell in job.cells():
@@ -187,33 +168,27 @@ def watch_job(job: Job, listener: Any, *, small_dense: bool = False) -> list[Wat
 
 def summary_table(runs: Sequence[Watched]) -> Table:
     """One line per run."""
-    table = Table(
-        "method",
-        "xi\nfirst epoch",
-        "xi\nlargest",
-        "xi\nlast epoch",
-        "rows without an entry\nas sent",
-        "\nall-dimension",
-        "\nglobal",
-        f"test\n{name_metric(runs[0].row.metric)}",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
+    columns = {
+        "method": "{method}",
+        "xi\nfirst epoch": "{first:.3f}",
+        "xi\nlargest": "{largest:.3f}",
+        "xi\nlast epoch": "{last:.3f}",
+        "rows without an entry\nas sent": "{as_sent}",
+        "\nall-dimension": "{all_dimension}",
+        "\nglobal": "{global}",
+        f"test\n{name_metric(runs[0].row.metric)}": "{score}",
+    }
+    rows = []
     for run in runs:
         xi = [look.xi for look in run.looks]
-        table.add_row(
-            run.row.run,
-            *(f"{value:.3f}" for value in (xi[0], max(xi), xi[-1])),
-            *(
-                mean_share(run.looks, f"empty_{kind}")
-                for kind in ("as_sent", "all_dimension", "global")
-            ),
-            format_score(run.row.metric, run.row.score),
-        )
-    return table
+        empty = {
+            kind: mean_share(run.looks, f"empty_{kind}")
+            for kind in ("as_sent", "all_dimension", "global")
+        }
+        score = format_score(run.row.metric, run.row.score)
+        row = {"method": run.row.run, "first": xi[0], "largest": max(xi), "last": xi[-1]}
+        rows.append({**row, **empty, "score": score})
+    return format_table(columns, rows, **TIGHT)
 
 
 def mean_share(looks: Sequence[Look], name: str) -> str:

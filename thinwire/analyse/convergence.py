@@ -4,33 +4,33 @@ With T the selection, c_w what worker w has to send (gradient plus what it held 
 
     xi = || T(mean of c_w) - mean of T(c_w) || / || mean of g_w ||
 
-per layer, averaged over the layers that are compressed. It says how far the mean of what the workers select is from what
-one would select who knew all of them (Alistarh et al., "The Convergence of Sparsified Gradient Methods", 2018). The learning
-rate cancels.
+per layer, averaged over the layers that are compressed. Each worker selects by what it has. xi says how far the mean of that is from
+the selection of somebody who has the mean of all (Alistarh et al., "The Convergence of Sparsified Gradient Methods", 2018). The
+learning rate cancels.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.adapters.simulate import Simulation
+import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.kernels.topk import row_topk
-from thinwire.methods.base import SMALL_NUMEL, SparseMethod
-from thinwire.plan.policy import rule
+from thinwire.layout import RowTable, Slot
+from thinwire.methods import SMALL_NUMEL
 from thinwire.recipes.parallel import Attachment, Replica
 from thinwire.recipes.simulated import SimulatedReplica, SimulatedWorkers
 from thinwire.recipes.step import Step
-from thinwire.select.rows import SlotRows
-from thinwire.select.topk import ExactTopK
 
 LOOK_AT = 1
 """Which step of every epoch is looked at: the second, as published; the only one of shorter epochs."""
+COUNTED = ("rows", "empty_as_sent", "empty_all_dimension", "empty_global")
+"""What is added up over the layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Look:
 
 
 @torch.no_grad()
-def measure_xi(simulation: Simulation, scale: float = 1.0) -> dict[str, float]:
+def measure_xi(simulation: tw.Simulation, scale: float = 1.0) -> dict[str, float]:
     """xi of every compressed layer, between the workers' backward passes and `exchange`.
 
     `scale` is what the gradients are multiplied with, under a GradScaler.
@@ -64,40 +64,46 @@ def measure_xi(simulation: Simulation, scale: float = 1.0) -> dict[str, float]:
     found: dict[str, float] = {}
     for slot_plan in simulation.plan():
         method, name = slot_plan.method, slot_plan.info.name
-        if not isinstance(method, SparseMethod):
+        if slot_plan.dense:
             continue
-        selector = method.selector()
-        if not isinstance(selector, ExactTopK):
+        if not method.selects or method.takes_over is not None:
             raise UsageError(
-                f"method is {type(method).__name__}, which does not select by an exact top-k; xi is defined for tw.TopK and tw.ADTopK"
+                f"method is {type(method).__name__}, for which there is no xi; it must choose entries of gradients without "
+                "momentum, as tw.TopK and tw.ADTopK do"
             )
         slot = slot_plan.info.slot(0)
-        rows = selector.rows(slot, None)
+        select = first_selection(method, slot)
         total = selected = gradients = torch.zeros(slot.numel, device=simulation.device)
         for rank in simulation.ranks:
-            gradient = _in_memory_order(rows, simulation.gradient(name, rank) / scale)
-            compensated = gradient + _in_memory_order(rows, simulation.residual(name, rank))
+            gradient = _in_memory_order(slot, simulation.gradient(name, rank) / scale)
+            compensated = gradient + _in_memory_order(slot, simulation.residual(name, rank))
             total = total + compensated
-            selected = selected + select(rows, compensated)
+            selected = selected + select(compensated)
             gradients = gradients + gradient
-        # Of sums instead of means: the number of workers cancels, because selection does not look at the scale.
-        norm = float(gradients.norm())
+        workers, norm = len(simulation.ranks), float(gradients.norm())
         if norm > 0:
-            found[name] = float((select(rows, total) - selected).norm()) / norm
+            apart = select(total / workers) - selected / workers
+            found[name] = float(apart.norm()) * workers / norm
     return found
 
 
-def select(rows: SlotRows, flat: Tensor) -> Tensor:
-    """T: what an exact selection in these rows keeps, zeros elsewhere."""
-    kept = torch.zeros_like(flat)
-    indices = row_topk(rows.matrix(flat), rows.keep)
-    rows.matrix(kept).scatter_(-1, indices, rows.matrix(flat).gather(-1, indices))
-    return kept
+def first_selection(method: Any, slot: Slot) -> Callable[[Tensor], Tensor]:
+    """T: what the method keeps of a slot, zeros elsewhere. One that learns from step to step chooses as in its first."""
+    session = method.selector().session()
+    turn = session.turn(session.begin([slot.name], [0]))
+    table = RowTable([turn.rows(0, slot)], slot.numel)
+
+    def select(flat: Tensor) -> Tensor:
+        picks = turn.pick(flat, table)
+        # Places that are left over add 0.
+        return torch.zeros_like(flat).index_add_(0, table.positions(picks.indices), picks.values)
+
+    return select
 
 
-def _in_memory_order(rows: SlotRows, values: Tensor) -> Tensor:
-    flat = torch.empty(rows.slot.numel, device=values.device)
-    rows.slot.view(flat).copy_(values)
+def _in_memory_order(slot: Slot, values: Tensor) -> Tensor:
+    flat = torch.empty(slot.numel, device=values.device)
+    slot.view(flat).copy_(values)
     return flat
 
 
@@ -111,19 +117,14 @@ class WatchedWorkers(SimulatedWorkers):
     """
 
     def __init__(
-        self,
-        count: int,
-        device: torch.device,
-        steps_per_epoch: int,
-        *,
-        small_dense: bool = False,
+        self, count: int, device: torch.device, steps_per_epoch: int, *, small_dense: bool = False
     ) -> None:
         super().__init__(count, device)
         self.small_dense = small_dense
         self.look_at = min(LOOK_AT, steps_per_epoch - 1)
         self.looks: list[Look] = []
 
-    def put_to_work(self, attachment: Attachment) -> Replica:
+    def attach(self, attachment: Attachment) -> Replica:
         return WatchedReplica(attachment, self)
 
 
@@ -132,10 +133,10 @@ class WatchedReplica(SimulatedReplica):
         is_small = [p.numel() < SMALL_NUMEL for p in attachment.model.parameters()]
         # A rule that nothing matches would be reported as a mistake.
         wanted = workers.small_dense and any(is_small)
-        policy = [rule(max_numel=SMALL_NUMEL - 1, dense=True)] if wanted else []
+        policy = [tw.rule(max_numel=SMALL_NUMEL - 1, dense=True)] if wanted else []
         super().__init__(attachment, workers, policy)
         plan = list(self.simulation.plan())
-        if not any(isinstance(one.method, SparseMethod) for one in plan):
+        if all(one.dense for one in plan):
             largest = max(plan, key=lambda one: one.info.numel)
             forced = workers.small_dense or largest.info.numel < SMALL_NUMEL
             hint = "" if forced else " (--no-break-even compresses it all the same)"
@@ -158,9 +159,6 @@ class WatchedReplica(SimulatedReplica):
                 epoch=step.epoch + 1,
                 xi=statistics.fmean(layers.values()) if layers else 0.0,
                 layers=layers,
-                rows=sum(one.rows for one in counted),
-                empty_as_sent=sum(one.empty_as_sent for one in counted),
-                empty_all_dimension=sum(one.empty_all_dimension for one in counted),
-                empty_global=sum(one.empty_global for one in counted),
+                **{name: sum(getattr(one, name) for one in counted) for name in COUNTED},
             )
         )

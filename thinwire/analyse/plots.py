@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from thinwire.observe.plots import COLOURS
-from thinwire.observe.scores import name_metric
+from thinwire.tools.figures import add_legend, make_figure, tidy
+from thinwire.tools.palette import Styles, find_method
+from thinwire.tools.scores import name_metric
 
 
 def plot_convergence(path: Path, runs: Sequence[dict[str, Any]], title: str) -> None:
     """Three panels against epochs, one curve per run: xi, share of rows without an entry, test score."""
-    # Figure without pyplot: no display, no global state.
-    figure = Figure(figsize=(13, 4), dpi=110, layout="constrained")
+    figure = make_figure(13, 4, dpi=110)
     by_xi, by_rows, by_score = figure.subplots(1, 3)
-    for run, colour in zip(runs, COLOURS[1:], strict=False):
+    styles = Styles()
+    for run in runs:
+        look = styles.look(find_method(run["run"]), run["run"])
         epochs = [look["epoch"] for look in run["epochs"]]
         shares = [look["empty_as_sent"] / max(1, look["rows"]) for look in run["epochs"]]
         for axes, values in (
@@ -26,7 +27,7 @@ def plot_convergence(path: Path, runs: Sequence[dict[str, Any]], title: str) -> 
             (by_rows, shares),
             (by_score, [look["score"] for look in run["epochs"]]),
         ):
-            axes.plot(epochs, values, "o-", markersize=3, color=colour, label=run["run"])
+            axes.plot(epochs, values, marker="o", markersize=3, label=run["run"], **look)
     figure.suptitle(title)
     by_xi.set(ylabel="xi (mean over layers)")
     by_rows.set(ylabel="share of rows of which worker 0 sends nothing")
@@ -34,9 +35,8 @@ def plot_convergence(path: Path, runs: Sequence[dict[str, Any]], title: str) -> 
     for axes in (by_xi, by_rows, by_score):
         axes.set(xlabel="epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(True, alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
     for axes in (by_xi, by_rows):
         axes.set_ylim(bottom=0)
-    by_xi.legend(frameon=False)
+    add_legend(figure, [by_xi], below=True)
     figure.savefig(path)

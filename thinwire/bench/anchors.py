@@ -6,7 +6,7 @@
     ddp-bf16       torch's bf16 compression hook
     ddp-powersgd   torch's PowerSGD hook
 
-A method of thinwire's registry is attached instead.
+Methods of thinwire are attached instead.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from thinwire.adapters.ddp import attach
-from thinwire.errors import UsageError
-from thinwire.handle import Handle
-from thinwire.methods.base import Method
-from thinwire.methods.registry import METHODS, MethodOptions, build_method
+import thinwire as tw
+from thinwire.bench.local_methods import LOCAL_METHODS, LocalMethod
+from thinwire.methods import Method
+from thinwire.tools.methods import METHODS, build_method, keep_taken
+from thinwire.tools.settings.names import check_name
 
+USUAL_EVERY = 32
 POWERSGD_RANK = 4
 POWERSGD_START = 2
 """Dense steps before torch's PowerSGD hook compresses; the fewest it allows with error feedback."""
@@ -40,6 +42,10 @@ class Anchor:
 
 
 ANCHORS = ("no_sync", "noop", "ddp", "ddp-bf16", "ddp-powersgd")
+HSDP_ANCHORS = ("no_sync", "hsdp")
+"""Of models that are sharded inside a host and copied between hosts: without traffic between hosts, and plain."""
+GLOO_ANCHORS = tuple(name for name in ANCHORS if name != "ddp-powersgd")
+"""What is measured on gloo unless asked otherwise; torch's PowerSGD hook breaks off there, see below."""
 RATE_FREE = ("no_sync", "noop")
 """They send nothing, so one measurement serves all rates."""
 
@@ -49,28 +55,25 @@ GLOO_POWERSGD = (
 )
 
 
-def is_known(name: str) -> bool:
-    return name in ANCHORS or name in METHODS
-
-
-def build_step_method(name: str, density: float | None, rank: int | None) -> Method | Anchor:
-    """The anchor or the registered method of that name, with the settings it takes."""
-    if name in ANCHORS:
+def build_step_method(
+    name: str, density: float | None, rank: int | None, every: int | None = None
+) -> Method | Anchor | LocalMethod:
+    """The anchor, the preset of local steps or the registered method of that name, with the settings it takes."""
+    if name in LOCAL_METHODS:
+        return LocalMethod(name, every or USUAL_EVERY)
+    if name in (*ANCHORS, *HSDP_ANCHORS):
         return Anchor(name, (rank or POWERSGD_RANK) if name == "ddp-powersgd" else None)
-    if name not in METHODS:
-        raise UsageError(
-            f"method is {name!r}; it must be one of {', '.join(METHODS)} or an anchor "
-            f"({', '.join(ANCHORS)})"
-        )
-    return build_method(name, MethodOptions(density=density, rank=rank))
+    if ":" not in name:
+        anchors, local = ", ".join(ANCHORS), ", ".join(LOCAL_METHODS)
+        or_else = f", an anchor ({anchors}), local steps ({local}) or your own as module:attribute"
+        check_name("method", name, METHODS, or_else)
+    return build_method(name, keep_taken(name, density=density, rank=rank))
 
 
-def install(
-    ddp: DistributedDataParallel, method: Method | Anchor, optimizer: Optimizer
-) -> Handle | None:
-    """Make `ddp` exchange its gradients with the method; a handle where it is one of thinwire's."""
+def install(model: nn.Module, method: Method | Anchor, optimizer: Optimizer) -> tw.Handle | None:
+    """Make a wrapped model exchange its gradients with the method; a handle where it is one of thinwire's."""
     if isinstance(method, Method):
-        return attach(ddp, method, optimizer=optimizer)
+        return tw.attach(model, method, optimizer=optimizer)
     hooks: dict[str, Callable[[], tuple[Any, Any]]] = {
         "noop": lambda: (None, debugging_hooks.noop_hook),
         "ddp-bf16": lambda: (None, _bf16_hook),
@@ -78,7 +81,8 @@ def install(
     }
     if method.name in hooks:
         state, hook = hooks[method.name]()
-        ddp.register_comm_hook(state, hook)
+        assert isinstance(model, DistributedDataParallel), "hooks are DDP's"
+        model.register_comm_hook(state, hook)
     return None
 
 
@@ -94,8 +98,6 @@ def _powersgd(rank: int) -> tuple[Any, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = powersgd.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=rank,
-            start_powerSGD_iter=POWERSGD_START,
+            process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START
         )
     return state, powersgd.powerSGD_hook

@@ -20,12 +20,10 @@ from thinwire.bench.compress_fleet import DECODE, ENCODE, Fleet
 from thinwire.bench.compress_layout import describe_model, distinct_shapes, keep_compressible
 from thinwire.bench.compress_rows import (
     ANCHOR,
-    FAILED,
     FLOOR,
-    OK,
     THINWIRE,
-    Case,
     CompressBook,
+    CompressCase,
     CompressRow,
     case_key,
 )
@@ -33,9 +31,13 @@ from thinwire.bench.compress_timing import Stopwatch, Timing, time_laps
 from thinwire.bench.measure import choose_device
 from thinwire.errors import JobError, UsageError
 from thinwire.layout import ParameterInfo
-from thinwire.methods.registry import MethodOptions, build_method, find_preset
-from thinwire.observe.provenance import describe_origin
-from thinwire.validate import check_density, check_positive_int, check_positive_number
+from thinwire.tools.books import FAILED, OK
+from thinwire.tools.methods import build_method, find_preset, keep_taken
+from thinwire.tools.provenance import describe_origin
+from thinwire.tools.settings.building import check_fields
+from thinwire.tools.settings.kinds import Positive, PositiveNumber
+from thinwire.tools.settings.names import check_name
+from thinwire.validate import check_density
 
 DEFAULT_METHODS = ("adtopk", "topk", "dgc", "gaussiank", "powersgd", "acpsgd")
 """The methods that the anchors are the published forms of."""
@@ -53,22 +55,19 @@ Say = Callable[[str], None]
 class CompressSettings:
     """How it is measured."""
 
-    world: int = 4
+    world: Positive = 4
     """Workers: rank 0 is timed, and decodes the payloads of all."""
-    bucket_mb: float | None = None
-    """DDP's bucket size; None is DDP's own (1 MiB, then 25 MiB), more than the model has is one bucket."""
-    repeats: int = 20
-    """Timed laps, fewer where they would take longer than `seconds`."""
-    seconds: float = 2.0
+    bucket_mb: PositiveNumber | None = None
+    """DDP's bucket size; its own (1 MiB, then 25 MiB) unless given, one bucket if it is more than the model has."""
+    repeats: Positive = 20
+    """Timed laps per row."""
+    seconds: PositiveNumber = 2.0
+    """Fewer laps where they would take longer than this."""
     tensors: bool = True
-    """Whether every distinct tensor is measured by itself too, per row and globally, at the first density."""
+    """Measure every distinct tensor by itself too, per row and globally, at the first density."""
 
     def __post_init__(self) -> None:
-        check_positive_int("world", self.world)
-        check_positive_int("repeats", self.repeats)
-        check_positive_number("seconds", self.seconds)
-        if self.bucket_mb is not None:
-            check_positive_number("bucket_mb", self.bucket_mb)
+        check_fields(self)
 
 
 def measure_compress(
@@ -115,7 +114,7 @@ def plan_cases(
     anchors: Sequence[str],
     *,
     tensors: bool,
-) -> list[Case]:
+) -> list[CompressCase]:
     """The floors first, then whole models, density by density; single tensors last, at the first density only.
 
     What has no density is there once.
@@ -128,10 +127,10 @@ def plan_cases(
     for name in methods:
         find_preset(name)
     for name in anchors:
-        if name not in ANCHORS:
-            raise UsageError(f"anchor is {name!r}; it must be one of {', '.join(ANCHORS)}")
+        check_name("anchor", name, ANCHORS)
     cases = [
-        Case(model=model, tensor=None, density=None, kind=FLOOR, name=COPY) for model in shapes
+        CompressCase(model=model, tensor=None, density=None, kind=FLOOR, name=COPY)
+        for model in shapes
     ]
     for density in densities:
         for model in shapes:
@@ -145,17 +144,13 @@ def plan_cases(
 
 
 def _grid(
-    model: str,
-    tensor: str | None,
-    density: float,
-    methods: Sequence[str],
-    anchors: Sequence[str],
-) -> Iterator[Case]:
+    model: str, tensor: str | None, density: float, methods: Sequence[str], anchors: Sequence[str]
+) -> Iterator[CompressCase]:
     named = [(THINWIRE, name, find_preset(name).takes("density")) for name in methods]
     named += [(ANCHOR, name, ANCHORS[name].takes_density) for name in anchors]
     for kind, name, takes in named:
         chosen = density if takes else None
-        yield Case(model=model, tensor=tensor, density=chosen, kind=kind, name=name)
+        yield CompressCase(model=model, tensor=tensor, density=chosen, kind=kind, name=name)
 
 
 def _label(info: ParameterInfo) -> str:
@@ -190,20 +185,20 @@ class Bench:
             "versions": " ".join(f"{k}={v}" for k, v in versions.items()),
         }
 
-    def has(self, case: Case, retry_failed: bool) -> bool:
+    def has(self, case: CompressCase, retry_failed: bool) -> bool:
         rows = self.book.find(case_key(self._row(case, work="", status="")))
         if case.kind == FLOOR or not rows:
             return False
         return not retry_failed or all(row.status == OK for row in rows)
 
-    def run(self, case: Case) -> list[CompressRow]:
+    def run(self, case: CompressCase) -> list[CompressRow]:
         """Measure a case and keep its rows; one that fails is a row too."""
         try:
             rows = self._measure(case)
         except Exception as error:
             note = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             rows = [self._row(case, work="", status=FAILED, note=note)]
-        self.book.add(rows)
+        self.book.replace(rows)
         gc.collect()
         if self.device.type == "cuda" and torch.cuda.is_initialized():
             with contextlib.suppress(RuntimeError):  # check_device says what to do about it
@@ -222,13 +217,13 @@ class Bench:
                 f"({str(error).splitlines()[0]})"
             ) from None
 
-    def _infos(self, case: Case) -> list[ParameterInfo]:
+    def _infos(self, case: CompressCase) -> list[ParameterInfo]:
         infos = self.shapes[case.model]
         if case.tensor is None:
             return infos
         return [next(info for info in infos if _label(info) == case.tensor)]
 
-    def _row(self, case: Case, *, work: str, status: str, **values: Any) -> CompressRow:
+    def _row(self, case: CompressCase, *, work: str, status: str, **values: Any) -> CompressRow:
         infos = keep_compressible(self._infos(case))
         ours = case.kind == THINWIRE
         return CompressRow(
@@ -244,20 +239,20 @@ class Bench:
             **values,
         )
 
-    def _measure(self, case: Case) -> list[CompressRow]:
+    def _measure(self, case: CompressCase) -> list[CompressRow]:
         if case.kind == FLOOR:
             return [self._measure_floor(case)]
         if case.kind == ANCHOR:
             return [self._measure_anchor(case)]
         return self._measure_method(case)
 
-    def _time(self, case: Case, lap: Callable[[Stopwatch], None]) -> dict[str, Timing]:
+    def _time(self, case: CompressCase, lap: Callable[[Stopwatch], None]) -> dict[str, Timing]:
         seconds = self.settings.seconds
         if case.tensor is not None:
             seconds = min(seconds, TENSOR_SECONDS)
         return time_laps(lap, self.device, repeats=self.settings.repeats, seconds=seconds)
 
-    def _measure_floor(self, case: Case) -> CompressRow:
+    def _measure_floor(self, case: CompressCase) -> CompressRow:
         """One pass over all that is compressible: residual = gradient + residual."""
         elements = sum(info.numel for info in keep_compressible(self._infos(case)))
         gradient, residual = (torch.ones(elements, device=self.device) for _ in range(2))
@@ -271,7 +266,7 @@ class Bench:
         row = self._timed_row(case, COPY, timing, payload_bytes=None)
         return replace(row, gb_per_s=FLOOR_BYTES * elements / timing.ms / 1e6)
 
-    def _measure_anchor(self, case: Case) -> CompressRow:
+    def _measure_anchor(self, case: CompressCase) -> CompressRow:
         spec = ANCHORS[case.name]
         infos = keep_compressible(self._infos(case))
         anchor = spec.make(infos, case.density or 1.0, self.device)
@@ -279,8 +274,8 @@ class Bench:
         (timing,) = timings.values()
         return self._timed_row(case, spec.work, timing, payload_bytes=anchor.payload_bytes)
 
-    def _measure_method(self, case: Case) -> list[CompressRow]:
-        method = build_method(case.name, MethodOptions(density=case.density))
+    def _measure_method(self, case: CompressCase) -> list[CompressRow]:
+        method = build_method(case.name, keep_taken(case.name, density=case.density))
         if case.tensor is not None:
             # Its time is asked for, not whether it would pay.
             method = replace(method, dense_fallback=False)  # type: ignore[call-arg]
@@ -305,7 +300,9 @@ class Bench:
             if work in timings
         ]
 
-    def _timed_row(self, case: Case, work: str, timing: Timing, **values: Any) -> CompressRow:
+    def _timed_row(
+        self, case: CompressCase, work: str, timing: Timing, **values: Any
+    ) -> CompressRow:
         floor = None if case.tensor is not None else self._floors.get(case.model)
         return self._row(
             case,

@@ -20,17 +20,17 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+import thinwire as tw
 from thinwire.bench.compress_gradients import Gradients
 from thinwire.bench.compress_timing import Stopwatch
 from thinwire.errors import UsageError
 from thinwire.layout import ParameterInfo
-from thinwire.select.sampled import SampledThreshold
 
 COMPRESS = "encode"
 RANK = 4
 
 
-class Anchor(ABC):
+class TensorAnchor(ABC):
     """One way to compress a list of tensors with a residual each."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Anchor(ABC):
         """Add the gradients to the residuals and take out of them what is returned."""
 
 
-class PerTensor(Anchor):
+class PerTensor(TensorAnchor):
     """One tensor after the other, as a hook per parameter does it."""
 
     def compress(self) -> list[Tensor]:
@@ -100,7 +100,7 @@ class SampledTopK(PerTensor):
     """DGC's search: the host looks at every count."""
 
     def select(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        flat, rule = c.view(-1), SampledThreshold(self.density)
+        flat, rule = c.view(-1), tw.select.SampledThreshold(self.density)
         magnitude = flat.abs()
         wanted = math.ceil(flat.numel() * self.density)
         stride = rule.stride(flat.numel(), self.density)
@@ -147,7 +147,7 @@ class GaussianTopK(PerTensor):
         return values, indices
 
 
-class TorchPowerSGD(Anchor):
+class TorchPowerSGD(TensorAnchor):
     """As torch's hook by default: matrices one by one, the last step's Q to start from, QR to orthogonalise."""
 
     def __init__(
@@ -197,7 +197,7 @@ def find_orthogonalise() -> Callable[[Tensor], None]:
 class AnchorSpec:
     """An anchor by its name."""
 
-    make: type[Anchor]
+    make: type[TensorAnchor]
     takes_density: bool = True
     work: str = COMPRESS
 

@@ -1,26 +1,22 @@
-"""Fleet: the real pipelines of several workers on one device, fed with random gradients; rank 0's work is timed."""
+"""Fleet: the real reducers of several workers on one device, fed with random gradients; rank 0's work is timed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from thinwire.bench.compress_gradients import Gradients
 from thinwire.bench.compress_layout import lay_out_buckets
 from thinwire.bench.compress_timing import Stopwatch
-from thinwire.exchange.drivers import Driver, answer, begin
-from thinwire.exchange.requests import Batch, Place, Program
+from thinwire.engine import Reducer, VirtualCluster, answer
+from thinwire.exchange import Batch, Collective, Program
 from thinwire.layout import Bucket, ParameterInfo
-from thinwire.methods.base import Method
-from thinwire.observe.ledger import Ledger
-from thinwire.observe.stats import Tally
-from thinwire.pipeline import Pipeline
-from thinwire.plan.policy import make_plan
+from thinwire.methods import Method
 
 ENCODE = "encode"
 DECODE = "decode"
@@ -29,40 +25,21 @@ MOMENTUM = 0.9
 
 
 @dataclass
-class Running:
+class RunningExchange:
     """One bucket's exchange on one worker; `batch` is what it waits for, None at its end."""
 
     program: Program[Tensor]
-    batch: Batch | None
+    batch: Batch | None = None
 
-    def go_on(self, replies: Sequence[Tensor]) -> None:
+    def go_on(self, replies: Sequence[Any] | None) -> None:
         try:
-            self.batch = self.program.send(list(replies))
+            self.batch = next(self.program) if replies is None else self.program.send(replies)
         except StopIteration:
             self.batch = None
 
 
-class Collector(Driver):
-    """Runs programs up to their first request and keeps them."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.running: list[Running] = []
-
-    def start(
-        self, program: Program[Tensor], future: Future[Tensor] | None = None
-    ) -> Future[Tensor]:
-        try:
-            self.running.append(Running(program, begin(program)))
-        except StopIteration:
-            self.running.append(Running(program, None))
-        return self.new_future() if future is None else future
-
-    def close(self) -> None: ...
-
-
 class Fleet:
-    """All workers' pipelines for one model under one method.
+    """All workers' reducers for one model under one method.
 
     A lap is one training step's communication, without the network:
     1. every worker encodes all its buckets, up to the first collective of each (rank 0: "encode");
@@ -80,19 +57,12 @@ class Fleet:
         bucket_mb: float | None,
     ) -> None:
         method = method.with_momentum(MOMENTUM, False)
-        plan = make_plan(infos, method, [], world, quiet=True)
-        self.drivers = [Collector(Place(rank, world)) for rank in range(world)]
-        self.pipelines = [
-            Pipeline(
-                plan,
-                driver,
-                Tally(Ledger(world)),
-                device=device,
-                deterministic=False,
-                scale=lambda: None,
-            )
-            for driver in self.drivers
+        parameters = {info.name: info for info in infos}
+        self.drivers = VirtualCluster(world).drivers
+        self.reducers = [
+            Reducer(parameters, method, driver, device=device) for driver in self.drivers
         ]
+        self._running: list[list[RunningExchange]] = [[] for _ in range(world)]
         # Layouts are compared by identity, and tables are kept by them: each worker has its own.
         self.buckets = [
             [
@@ -109,41 +79,48 @@ class Fleet:
     @torch.no_grad()
     def lap(self, watch: Stopwatch) -> None:
         for rank, buckets in enumerate(self.buckets):
-            for which, bucket in enumerate(buckets):
-                self.gradients.fill(bucket.flat, self._step, rank, which)
+            for index, bucket in enumerate(buckets):
+                self.gradients.fill(bucket.flat, self._step, rank, index)
         self._step += 1
-        for rank in range(len(self.pipelines)):
+        for rank in range(len(self.reducers)):
             with self._timed(watch, rank, ENCODE):
                 self._encode(rank)
-        first = [running.batch for running in self.drivers[0].running if running.batch is not None]
-        self.payload_bytes = sum(request.tensor.nbytes for batch in first for request in batch)
+        first = [running.batch for running in self._running[0] if running.batch is not None]
+        self.payload_bytes = sum(
+            request.tensor.nbytes
+            for batch in first
+            for request in batch
+            if isinstance(request, Collective)
+        )
         while waiting := [
-            which
-            for which, running in enumerate(self.drivers[0].running)
-            if running.batch is not None
+            index for index, running in enumerate(self._running[0]) if running.batch is not None
         ]:
-            replies = {which: self._answer(which) for which in waiting}
-            for rank, driver in enumerate(self.drivers):
+            replies = {index: self._answer(index) for index in waiting}
+            for rank, running in enumerate(self._running):
                 with self._timed(watch, rank, DECODE):
-                    for which in waiting:
-                        driver.running[which].go_on(replies[which][rank])
-        for driver in self.drivers:
-            assert all(running.batch is None for running in driver.running)
-            driver.running.clear()
+                    for index in waiting:
+                        running[index].go_on(replies[index][rank])
+        for running in self._running:
+            assert all(one.batch is None for one in running)
+            running.clear()
 
     def _timed(self, watch: Stopwatch, rank: int, name: str) -> AbstractContextManager[None]:
         return watch.span(name) if rank == 0 else nullcontext()
 
     def _encode(self, rank: int) -> None:
-        started = self.drivers[rank].running
-        for count, bucket in enumerate(self.buckets[rank], start=1):
-            future = self.pipelines[rank].reduce(bucket)
-            if len(started) < count:
+        pending = self.drivers[rank].pending
+        for bucket in self.buckets[rank]:
+            future = self.reducers[rank].reduce(bucket)
+            if not pending:
                 future.wait()  # raises what went wrong
                 raise AssertionError("a bucket was not started")
+            program, _ = pending.pop()
+            running = RunningExchange(program)
+            running.go_on(None)
+            self._running[rank].append(running)
 
-    def _answer(self, which: int) -> list[list[Tensor]]:
+    def _answer(self, index: int) -> list[list[Any]]:
         """Per worker, the replies to what one bucket's programs ask for."""
-        batches = [driver.running[which].batch or () for driver in self.drivers]
+        batches = [running[index].batch or () for running in self._running]
         columns = [answer(column) for column in zip(*batches, strict=True)]
         return [[column[rank] for column in columns] for rank in range(len(batches))]

@@ -13,8 +13,8 @@ WINDOW_SHIFTS = 1 << 20
 class Gradients:
     """Normal values whose scale is log-normal, for a tail as real gradients have one.
 
-    Drawn once; every gradient is made of windows into them that begin elsewhere each time, because drawing a model's
-    worth of numbers takes longer than what is measured.
+    They are drawn once, because drawing as many numbers as a model has takes longer than what is measured. A gradient is
+    made of windows into them, which begin elsewhere each time.
     """
 
     def __init__(self, device: torch.device, largest: int) -> None:

@@ -48,7 +48,7 @@ def lay_out_buckets(
     if bucket_mb is not None:
         limits = [max(1, int(bucket_mb * 2**20))]
     assigned, _ = dist._compute_bucket_assignment_by_size(tensors, limits)
-    return [_layout([order[which] for which in members], device) for members in assigned]
+    return [_layout([order[index] for index in members], device) for members in assigned]
 
 
 def _layout(infos: Sequence[ParameterInfo], device: torch.device) -> BucketLayout:

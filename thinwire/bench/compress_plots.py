@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.compress_rows import OK, CompressRow, read_rows
-from thinwire.errors import UsageError
+from thinwire.bench.compress_rows import CompressRow, read_rows
+from thinwire.tools.books import OK
+from thinwire.tools.figures import add_legend, make_figure, tidy
+from thinwire.tools.palette import COLOURS, find_style
 
 SIDES = {
     "tensor by tensor in torch": {"torch-row-topk": "per row", "torch-topk": "global"},
@@ -17,7 +18,8 @@ SIDES = {
 }
 """The two panels, and which names select per row and which globally."""
 
-COLOURS = {"per row": "#4c78a8", "global": "#f58518"}
+LIKE = {"per row": "adtopk", "global": "topk"}
+"""Whose colour each way of selecting has."""
 MARKERS = ("o", "s", "^", "v", "D")
 
 
@@ -31,7 +33,7 @@ def draw_selection(rows: Sequence[CompressRow], folder: Path) -> Path | None:
     ]
     if not measured:
         return None
-    figure = _figure()
+    figure = make_figure(12, 4.5)
     grid = figure.subplots(1, len(SIDES), sharey=True)
     densities = sorted({row.density or 0.0 for row in measured}, reverse=True)
     for axes, (title, names) in zip(grid, SIDES.items(), strict=True):
@@ -39,9 +41,10 @@ def draw_selection(rows: Sequence[CompressRow], folder: Path) -> Path | None:
             for density, marker in zip(densities, MARKERS, strict=False):
                 points = find_points(measured, name, density)
                 label = f"{how}, {100 * density:g} %"
-                _scatter(axes, points, label, marker, COLOURS[how])
+                _scatter(axes, points, label, marker, COLOURS[find_style(LIKE[how])[0]])
         axes.set(xscale="log", yscale="log", xlabel="elements of the tensor", title=title)
-        axes.legend(fontsize="small")
+        tidy(axes)
+    add_legend(figure, list(grid))
     grid[0].set_ylabel("ms for residual, selection and payload")
     hardware = ", ".join(dict.fromkeys(row.hardware for row in measured))
     figure.suptitle(f"Selection per row and over the whole tensor, {hardware}")
@@ -49,18 +52,6 @@ def draw_selection(rows: Sequence[CompressRow], folder: Path) -> Path | None:
     path = folder / "selection_time.png"
     figure.savefig(path)
     return path
-
-
-def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise UsageError(
-            "plots need the package 'matplotlib', which is not installed; the rows are complete without them"
-        ) from None
-    # Its cache may remember fonts of an environment that is gone; it finds others, at a warning per glyph.
-    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-    return Figure(figsize=(12, 4.5), dpi=120, layout="constrained")
 
 
 def find_points(rows: Sequence[CompressRow], name: str, density: float) -> list[tuple[int, float]]:

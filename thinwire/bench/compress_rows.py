@@ -1,27 +1,19 @@
-"""Rows of the compression benchmark: one flat record per measurement, kept in a folder as JSON and as CSV."""
+"""Rows of the compression benchmark: one flat record per measurement."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from thinwire.errors import UsageError
-from thinwire.observe.files import write_text
+from thinwire.tools.books import Book
 
 FLOOR = "floor"
 THINWIRE = "thinwire"
 ANCHOR = "anchor"
-OK = "ok"
-FAILED = "failed"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class CompressCase:
     """One thing to measure; it may give several rows."""
 
     model: str
@@ -40,7 +32,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressRow(Case):
+class CompressRow(CompressCase):
     """One measurement; docs/benchmarks.md explains the columns."""
 
     work: str
@@ -73,11 +65,10 @@ class CompressRow(Case):
     versions: str
 
     @property
-    def case(self) -> Case:
-        return Case(**{field.name: getattr(self, field.name) for field in fields(Case)})
-
-
-NAMES = [field.name for field in fields(CompressRow)]
+    def case(self) -> CompressCase:
+        return CompressCase(
+            **{field.name: getattr(self, field.name) for field in fields(CompressCase)}
+        )
 
 
 def case_key(row: CompressRow) -> tuple[Any, ...]:
@@ -85,45 +76,28 @@ def case_key(row: CompressRow) -> tuple[Any, ...]:
     return (row.case, row.device, row.world, row.bucket_mb)
 
 
-class CompressBook:
-    """The rows of one output folder, complete after every case; without a folder they are only kept in memory."""
+class CompressBook(Book[CompressRow]):
+    """The rows of one output folder."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-        known = folder is not None and (folder / "rows.json").exists()
-        self.rows: list[CompressRow] = read_rows(folder) if known and folder is not None else []
+    benchmark = "bench compress"
+    columns = tuple(field.name for field in fields(CompressRow))
+    digits = 5
+
+    @staticmethod
+    def from_plain(values: dict[str, Any]) -> CompressRow:
+        return CompressRow(**values)
+
+    @staticmethod
+    def to_plain(row: CompressRow) -> dict[str, Any]:
+        return asdict(row)
+
+    @staticmethod
+    def key(row: CompressRow) -> tuple[Any, ...]:
+        return case_key(row)
 
     def find(self, key: tuple[Any, ...]) -> list[CompressRow]:
         """The rows of one measurement."""
         return [row for row in self.rows if case_key(row) == key]
 
-    def add(self, rows: Sequence[CompressRow]) -> None:
-        """Keep the rows of one case, in place of earlier ones of the same, and save."""
-        keys = {case_key(row) for row in rows}
-        self.rows = [*(row for row in self.rows if case_key(row) not in keys), *rows]
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lines = ",\n".join(json.dumps(asdict(row)) for row in self.rows)
-            write_text(self.folder / "rows.json", f"[\n{lines}\n]\n")
-            write_text(self.folder / "rows.csv", to_csv(self.rows))
 
-
-def read_rows(path: Path) -> list[CompressRow]:
-    """Rows of an output folder or of a rows.json."""
-    file = path / "rows.json" if path.is_dir() else path
-    try:
-        return [CompressRow(**row) for row in json.loads(file.read_text())]
-    except FileNotFoundError:
-        raise UsageError(f"there is no {file}; run `thinwire bench compress` first") from None
-    except (json.JSONDecodeError, TypeError) as error:
-        raise UsageError(f"{file} is not a list of compression rows: {error}") from None
-
-
-def to_csv(rows: Sequence[CompressRow]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, NAMES, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        values = asdict(row)
-        writer.writerow({k: round(v, 5) if isinstance(v, float) else v for k, v in values.items()})
-    return text.getvalue()
+read_rows = CompressBook.read

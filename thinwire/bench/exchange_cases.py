@@ -4,105 +4,100 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from thinwire.compressor import Compressor, GroupStep, Opened
+from thinwire.compress import GroupStep, Opened, Terms
 from thinwire.errors import UsageError
-from thinwire.exchange.agreed import CyclicLeader
-from thinwire.exchange.requests import Place
-from thinwire.exchange.split import SplitReduce
-from thinwire.layout import BucketLayout, ParameterInfo, SlotKind
-from thinwire.methods.base import Dense, Method
-from thinwire.methods.exclusive import ExclusiveTopK
-from thinwire.methods.gtopk import GTopK
-from thinwire.methods.oktopk import OkTopK
-from thinwire.methods.topk import TopK
-from thinwire.methods.topka import TopKA
-from thinwire.methods.topkdsa import TopKDSA
-from thinwire.plan.groups import Group
-from thinwire.wire.codec import Flags
+from thinwire.exchange import Place
+from thinwire.layout import BucketLayout, Group, ParameterInfo, SlotKind
+from thinwire.methods import Method
+from thinwire.tools.methods import build_method, keep_taken
+from thinwire.tools.settings.building import Plain, check_fields
+from thinwire.tools.settings.kinds import Density, Positive, Positives, Ranks
+
+Words = Callable[[int, int, int], float]
 
 WORD = 4
 LAYERS = 8
 
 
 @dataclass(frozen=True)
-class Case:
+class ExchangeCase:
     """A method and the words its paper promises for k of n entries among P ranks."""
 
     name: str
-    make: Callable[[float, str], Method]
+    method: str
+    """Its name among thinwire's methods."""
     formula: str
-    words: Callable[[int, int, int], float]
+    words: Words
+    settings: Plain = field(default_factory=dict)
     both_ways: bool = False
     """Whether the formula counts what the busiest rank sends and receives, as for a tree."""
 
+    def make(self, measured: ExchangePlan) -> Method:
+        asked = keep_taken(self.method, density=measured.density, values=measured.values)
+        return build_method(self.method, {**asked, **self.settings})
 
-def _gtopk(k: int, n: int, world: int) -> float:
-    return 4 * k * math.ceil(math.log2(world)) if world > 1 else 0.0
 
-
+OKTOPK: tuple[str, Words] = ("6k(P-1)/P", lambda k, n, p: 6 * k * (p - 1) / p)
+FULL = {"exchange": {"contribution": "full"}}
+LEADER = {"exchange": {"kind": "CyclicLeader"}}
 CASES = {
     case.name: case
     for case in (
-        Case("dense", lambda d, v: Dense(), "2n(P-1)/P", lambda k, n, p: 2 * n * (p - 1) / p),
-        Case(
-            "topka",
-            lambda d, v: TopKA(density=d, values=v),
-            "2k(P-1)",
-            lambda k, n, p: 2 * k * (p - 1),
+        ExchangeCase("dense", "dense", "2n(P-1)/P", lambda k, n, p: 2 * n * (p - 1) / p),
+        ExchangeCase("topka", "topka", "2k(P-1)", lambda k, n, p: 2 * k * (p - 1)),
+        ExchangeCase(
+            "topkdsa", "topkdsa", "(2k+n)(P-1)/P", lambda k, n, p: (2 * k + n) * (p - 1) / p
         ),
-        Case(
-            "topkdsa",
-            lambda d, v: TopKDSA(density=d, values=v),
-            "(2k+n)(P-1)/P",
-            lambda k, n, p: (2 * k + n) * (p - 1) / p,
-        ),
-        Case(
+        ExchangeCase(
             "gtopk",
-            lambda d, v: GTopK(density=d, values=v, conserve=True),
+            "gtopk-conserve",
             "4k log P",
-            _gtopk,
+            lambda k, n, p: 4 * k * math.ceil(math.log2(p)),
             both_ways=True,
         ),
-        Case(
-            "oktopk",
-            lambda d, v: OkTopK(density=d, values=v),
-            "6k(P-1)/P",
-            lambda k, n, p: 6 * k * (p - 1) / p,
+        ExchangeCase("oktopk", "oktopk", *OKTOPK),
+        ExchangeCase("oktopk-published", "oktopk-published", *OKTOPK),
+        ExchangeCase("oktopk-full", "oktopk", *OKTOPK, settings=FULL),
+        ExchangeCase(
+            "leader", "topk", "k+2k(P-1)/P", lambda k, n, p: k + 2 * k * (p - 1) / p, LEADER
         ),
-        Case(
-            "oktopk-published",
-            lambda d, v: OkTopK(density=d, values=v, thresholds="published"),
-            "6k(P-1)/P",
-            lambda k, n, p: 6 * k * (p - 1) / p,
-        ),
-        Case(
-            "oktopk-full",
-            lambda d, v: OkTopK(density=d, values=v, exchange=SplitReduce(contribution="full")),
-            "6k(P-1)/P",
-            lambda k, n, p: 6 * k * (p - 1) / p,
-        ),
-        Case(
-            "leader",
-            lambda d, v: TopK(density=d, values=v, exchange=CyclicLeader()),
-            "k+2k(P-1)/P",
-            lambda k, n, p: k + 2 * k * (p - 1) / p,
-        ),
-        Case(
-            "exclusive",
-            lambda d, v: ExclusiveTopK(density=d, values=v),
-            "3k(P-1)/P",
-            lambda k, n, p: 3 * k * (p - 1) / p,
-        ),
+        ExchangeCase("exclusive", "exclusive", "3k(P-1)/P", lambda k, n, p: 3 * k * (p - 1) / p),
     )
 }
 
 
-def find_cases(names: str) -> list[Case]:
+@dataclass(frozen=True, kw_only=True)
+class ExchangePlan:
+    """What is exchanged, by how many ranks, how often."""
+
+    methods: str = "all"
+    """'all' or some of {CASES}, with commas."""
+    ranks: Ranks = 4
+    """Processes to start (not under torchrun)."""
+    virtual: Positives = ()
+    """Count words on so many virtual ranks instead: 4,16,64,256."""
+    count: Positives = (1048576,)
+    """Elements of the gradient, with commas."""
+    density: Density = 0.01
+    """Fraction kept."""
+    values: str = "fp32"
+    """Value code: fp32, bf16 or fp16."""
+    iters: Positive = 10
+    """Steps to measure."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def cases(self) -> list[ExchangeCase]:
+        return find_cases(self.methods)
+
+
+def find_cases(names: str) -> list[ExchangeCase]:
     """Cases by comma-separated names; "all" for every one."""
     if names == "all":
         return list(CASES.values())
@@ -141,24 +136,13 @@ class Worker:
     """One rank of one method, stepped by hand."""
 
     def __init__(self, method: Method, group: Group, place: Place) -> None:
-        self.compressor: Compressor = method.compressor()
-        self.group = group
-        self.place = place
+        # Not aligned: the exchanges are compared by what their plain parts do.
+        terms = Terms(place, group.dtype, aligned=False)
+        self.plan = method.compressor().plan(group, terms)
         self.steps = 0
 
     def open(self, gradient: Tensor) -> Opened:
-        flags = Flags(
-            non_finite=torch.zeros((), dtype=torch.bool, device=gradient.device),
-            had_gradient=torch.ones(1, dtype=torch.bool, device=gradient.device),
-        )
-        step = GroupStep(
-            group=self.group,
-            gradients=[gradient],
-            flags=flags,
-            steps=[self.steps],
-            scale=None,
-            place=self.place,
-            deterministic=False,
-        )
+        counts = [self.steps]
         self.steps += 1
-        return self.compressor.open(step)
+        route = self.plan.route(self.plan.begin(counts))
+        return route.open(GroupStep(gradient, counts, None))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,62 +12,44 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.bench.exchange_cases import (
-    Case,
+    ExchangeCase,
+    ExchangePlan,
     Worker,
-    find_cases,
     make_gradient,
     make_group,
     run_name,
 )
-from thinwire.bench.ranks import run_ranks
-from thinwire.compressor import Opened
-from thinwire.exchange.base import Outcome
-from thinwire.exchange.network import Network
-from thinwire.observe.ledger import Ledger, Line, ledger_lines, write_everybodys_lines
+from thinwire.compress import Opened
+from thinwire.engine import Network
+from thinwire.exchange import Outcome
+from thinwire.observe import Ledger
+from thinwire.tools.clock import wait_for
+from thinwire.tools.traffic import Line, ledger_lines, write_lines
 
 
 def measure_group(
-    names: str,
-    ranks: int,
-    sizes: Sequence[int],
-    density: float,
-    values: str,
-    iters: int,
-    ledger: Path | None = None,
+    device: torch.device, measured: ExchangePlan, ledger: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of rank 0, and every rank's traffic in the file `ledger`.
-
-    Under torchrun this process is one of the ranks; otherwise `ranks` processes are started.
-    """
-    return run_ranks(_measure_all, ranks, names, list(sizes), density, values, iters, ledger)
-
-
-def _measure_all(
-    device: torch.device,
-    names: str,
-    sizes: Sequence[int],
-    density: float,
-    values: str,
-    iters: int,
-    ledger: Path | None,
-) -> list[dict[str, Any]]:
+    """A row of every case on the default group, and every rank's traffic in the file `ledger`."""
     traffic: list[Line] = []
     rows = [
-        measure_case(case, numel, density, values, iters, device, traffic)
-        for numel in sizes
-        for case in find_cases(names)
+        measure_case(case, numel, measured, device, traffic)
+        for numel in measured.count
+        for case in measured.cases()
     ]
     if ledger is not None:
-        write_everybodys_lines(ledger, traffic)
+        # The other ranks may be on other machines.
+        everybodys: list[list[Line]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everybodys, traffic)
+        if dist.get_rank() == 0:
+            write_lines(ledger, [line for lines in everybodys for line in lines])
     return rows
 
 
 def measure_case(
-    case: Case,
+    case: ExchangeCase,
     numel: int,
-    density: float,
-    values: str,
-    iters: int,
+    measured: ExchangePlan,
     device: torch.device,
     traffic: list[Line],
 ) -> dict[str, Any]:
@@ -80,7 +61,7 @@ def measure_case(
     assert group is not None
     network = Network(group, Ledger(dist.get_world_size(group)))
     place = network.place
-    worker = Worker(case.make(density, values), make_group(numel, device), place)
+    worker = Worker(case.make(measured), make_group(numel, device), place)
     gradient = make_gradient(numel, place.rank, 0, device)
     mean = gradient.clone()
     dist.all_reduce(mean)
@@ -91,7 +72,7 @@ def measure_case(
     # The first step warms up and is not counted.
     network.ledger = Ledger(place.world)
     runs = []
-    for step in range(1, iters + 1):
+    for step in range(1, measured.iters + 1):
         gradient = make_gradient(numel, place.rank, step, device)
         dist.barrier()
         began = time.perf_counter()
@@ -99,7 +80,7 @@ def measure_case(
     traffic += ledger_lines(run_name(case.name, numel, place.world), place.rank, network.ledger)
     seconds = statistics.median(run.total for run in runs)
     size = numel * gradient.element_size()
-    wire = network.ledger.sent_bytes() / iters
+    wire = network.ledger.sent_bytes() / measured.iters
     dense = 2 * size * (place.world - 1) / place.world
     return {
         "method": case.name,
@@ -136,27 +117,22 @@ class _timed:
         outcome: Outcome
         try:
             batch = next(opened.program)
-            _wait(device)
+            wait_for(device)
             self.encode = time.perf_counter() - start
             while True:
                 sent = time.perf_counter()
                 replies = network.perform(batch)
-                _wait(device)
+                wait_for(device)
                 self.exchange += time.perf_counter() - sent
                 batch = opened.program.send(replies)
         except StopIteration as finished:
             outcome = finished.value
-        _wait(device)
+        wait_for(device)
         self.total = time.perf_counter() - start
         self.decode = self.total - self.encode - self.exchange
         self.update = outcome.update
         if opened.account is not None:
             opened.account.settle(torch.zeros((), dtype=torch.bool, device=device))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _count_wrong(update: Tensor) -> int:

@@ -8,15 +8,20 @@ from typing import Any
 
 import torch
 
-from thinwire.bench.exchange_cases import CASES, WORD, Worker, make_gradient, make_group
-from thinwire.errors import UsageError
-from thinwire.exchange.drivers import run_virtual
-from thinwire.exchange.exclusive import Exclusive
-from thinwire.exchange.hierarchy import Hierarchical
-from thinwire.exchange.requests import Place
-from thinwire.methods.base import Method
-from thinwire.methods.topk import TopK
-from thinwire.observe.ledger import Ledger
+from thinwire.bench.exchange_cases import (
+    CASES,
+    WORD,
+    ExchangePlan,
+    Worker,
+    make_gradient,
+    make_group,
+)
+from thinwire.engine import run_virtual
+from thinwire.exchange import Place
+from thinwire.methods import Method
+from thinwire.observe import Ledger
+from thinwire.tools.figures import make_figure
+from thinwire.tools.methods import build_method
 
 COLUMNS = 2
 # Words per entry kept; what an all-reduce of everything sends at 1 % is off this scale and shown as a number.
@@ -26,12 +31,13 @@ DARKEST = 8.0
 def pictured_methods(world: int, density: float) -> dict[str, tuple[Method, int | None]]:
     """(method, ranks per host) by name; hierarchical where the ranks make two hosts of at least two."""
     shown: dict[str, tuple[Method, int | None]] = {
-        case.name: (case.make(density, "fp32"), None) for case in CASES.values()
+        case.name: (case.make(ExchangePlan(density=density)), None) for case in CASES.values()
     }
     if world >= 4 and world % 2 == 0:
         per_host = world // 2
-        exchange = Hierarchical(outer=Exclusive(), per_host=per_host)
-        method = TopK(density=density, values="fp32", exchange=exchange)
+        exchange = {"kind": "Hierarchical", "outer": {"kind": "Exclusive"}, "per_host": per_host}
+        settings = {"density": density, "values": "fp32", "exchange": exchange}
+        method = build_method("topk", settings)
         shown[f"hierarchical, 2 hosts of {per_host}, exclusive between"] = (method, per_host)
     return shown
 
@@ -65,12 +71,6 @@ def words_by_phase(ledgers: Sequence[Ledger], k: int) -> dict[str, list[float]]:
 
 def draw_phases(world: int, numel: int, density: float, path: Path) -> Path:
     """One panel per exchange: a row per phase, a column per rank, in each cell the words sent per entry kept."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise UsageError(
-            "the picture needs the package 'matplotlib', which is not installed"
-        ) from None
     k = max(1, int(numel * density))
     panels = {
         name: words_by_phase(record_step(method, world, numel, per_host), k)
@@ -82,7 +82,7 @@ def draw_phases(world: int, numel: int, density: float, path: Path) -> Path:
         1.5 + max(len(panels[name]) for name in names[line * COLUMNS : (line + 1) * COLUMNS])
         for line in range(lines)
     ]
-    figure = Figure(figsize=(13, 0.32 * sum(heights) + 0.8), dpi=110, layout="constrained")
+    figure = make_figure(13, 0.32 * sum(heights) + 0.8, dpi=110)
     grid = figure.subplots(lines, COLUMNS, squeeze=False, height_ratios=heights)
     for axes, name in zip(grid.flat, names, strict=False):
         _draw_panel(axes, name, panels[name])

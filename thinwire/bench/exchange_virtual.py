@@ -9,20 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.bench.exchange_cases import WORD, Case, Worker, make_gradient, make_group
-from thinwire.exchange.drivers import run_virtual
-from thinwire.exchange.requests import Place
-from thinwire.observe.ledger import Ledger, Traffic
+from thinwire.bench.exchange_cases import (
+    WORD,
+    ExchangeCase,
+    ExchangePlan,
+    Worker,
+    make_gradient,
+    make_group,
+)
+from thinwire.engine import run_virtual
+from thinwire.exchange import Place
+from thinwire.observe import Ledger, Traffic
 
 
 def measure_virtual(
-    case: Case, world: int, numel: int, density: float, values: str, steps: int
+    case: ExchangeCase, world: int, numel: int, measured: ExchangePlan
 ) -> tuple[dict[str, Any], list[Ledger]]:
     """(row, ledger of every rank): words of the busiest rank per step, the mean over ranks, how good the update is."""
     device = torch.device("cpu")
-    method = case.make(density, values)
+    method, steps = case.make(measured), measured.iters
     workers = [Worker(method, make_group(numel, device), Place(r, world)) for r in range(world)]
-    k = max(1, int(numel * density))
+    k = max(1, int(numel * measured.density))
     busiest, means, contractions = [], [], []
     traffic = Traffic()
     books = [Ledger(world) for _ in workers]
@@ -65,8 +72,7 @@ def measure_virtual(
 
 
 def contraction(update: Tensor, compensated: Tensor, k: int) -> float:
-    """How much of the mean compensated gradient the update takes away, in squared norm, as a multiple of what its own
-    k largest entries would."""
+    """What the update takes away of the mean compensated gradient, over what its k largest entries would; squared norms."""
     ideal = (compensated.abs().topk(k).values.double() ** 2).sum()
     whole = (compensated.double() ** 2).sum()
     left = ((compensated - update).double() ** 2).sum()

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.bench.ranks import run_ranks
-from thinwire.errors import UsageError
 from thinwire.layout import ParameterInfo, contiguous_strides, kind_from_shape
-from thinwire.lowrank.matrices import matrices_of
+from thinwire.lowrank import matrices_of
+from thinwire.tools.clock import wait_for
+from thinwire.tools.settings.names import check_name
 from thinwire.validate import check_positive_int
 
 Shape = tuple[int, ...]
@@ -41,33 +41,16 @@ class LowRankRow:
     fused_ms: float
 
 
-def measure_models(models: str, ranks: int, rank: int | None, repeats: int) -> list[LowRankRow]:
-    """The rows of several models on `ranks` processes or under torchrun; without a `rank` each has the paper's."""
-    rows = run_ranks(_measure_rank, ranks, list(find_ranks(models, rank)), rank, repeats)
-    return [LowRankRow(**row) for row in rows]
-
-
-def find_ranks(models: str, rank: int | None) -> dict[str, int]:
-    """The factors' columns by model: `rank`, or the paper's."""
-    names = models.split(",")
-    for name in names:
-        shapes_of(name)
-    if rank is not None:
-        check_positive_int("rank", rank)
-    return {name: rank or PAPER_RANKS[name] for name in names}
-
-
-def _measure_rank(
-    device: torch.device, names: Sequence[str], rank: int | None, repeats: int
+def measure_models(
+    device: torch.device, wide: dict[str, int], repeats: int
 ) -> list[dict[str, Any]]:
+    """The rows of several models, as plain values, each with factors so wide; on every rank of the default group."""
     group = dist.group.WORLD
     assert group is not None
     return [
         asdict(row)
-        for name in names
-        for row in measure_lowrank(
-            name, rank=rank or PAPER_RANKS[name], group=group, device=device, repeats=repeats
-        )
+        for model, rank in wide.items()
+        for row in measure_lowrank(model, rank=rank, group=group, device=device, repeats=repeats)
     ]
 
 
@@ -124,8 +107,7 @@ def time_collectives(
         for work in issued:
             assert work is not None
             work.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         seconds[repeat] = time.perf_counter() - began
     slowest = seconds.to(device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
@@ -149,8 +131,7 @@ def sent_sizes(shapes: Sequence[Shape], rank: int, kind: str) -> list[int]:
 
 
 def shapes_of(model: str) -> list[Shape]:
-    if model not in SHAPES:
-        raise UsageError(f"model is {model!r}; it must be one of {', '.join(SHAPES)}")
+    check_name("model", model, SHAPES)
     return SHAPES[model]()
 
 
@@ -196,28 +177,3 @@ SHAPES: dict[str, Callable[[], list[Shape]]] = {
 """The models of the ACP-SGD paper."""
 
 PAPER_RANKS = {"resnet50": 4, "resnet152": 4, "bert-base": 32, "bert-large": 32}
-
-
-def format_rows(rows: Sequence[LowRankRow]) -> str:
-    """The rows as a table in plain text."""
-    lines = [
-        ("model", "workers", "rank", "sends", "tensors", "MB", "tensor by tensor ms", "fused ms")
-    ]
-    lines += [
-        (
-            row.model,
-            str(row.workers),
-            str(row.rank),
-            row.sends,
-            str(row.tensors),
-            f"{row.bytes / 2**20:.2f}",
-            f"{row.per_tensor_ms:.2f}",
-            f"{row.fused_ms:.2f}",
-        )
-        for row in rows
-    ]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )

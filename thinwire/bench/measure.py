@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any
 
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.observe.provenance import cpu_name, describe_origin
+from thinwire.tools.clock import wait_for
+from thinwire.tools.files import format_csv
+from thinwire.tools.provenance import cpu_name, describe_origin
+from thinwire.tools.settings.building import check_fields
+from thinwire.tools.settings.kinds import NewFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Where a micro-benchmark runs, how often, and where its rows go."""
+
+    device: Annotated[str, "cpu|cuda"] = "cpu"
+    """cpu is one thread of it."""
+    repeats: int = 5
+    """Timed calls; the median is shown."""
+    csv: NewFile | None = None
+    """Write the rows there."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_device_name(self.device)
+        if self.repeats < 1:
+            raise UsageError(f"--repeats is {self.repeats}; it must be at least 1")
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
@@ -38,8 +58,7 @@ def time_ms(work: Callable[[], object], device: torch.device, repeats: int) -> f
     for _ in range(repeats + 1):
         start = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         times.append(1e3 * (time.perf_counter() - start))
     # The first call builds tables that later calls reuse.
     return statistics.median(times[1:])
@@ -55,11 +74,5 @@ def to_csv(rows: Sequence[Any], hardware: str) -> str:
         "torch": origin["versions"]["torch"],
         "hardware": hardware,
     }
-    text = io.StringIO()
-    names = [field.name for field in fields(rows[0])]
-    writer = csv.DictWriter(text, [*names, *where], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()}
-        writer.writerow({**rounded, **where})
-    return text.getvalue()
+    columns = [*(field.name for field in fields(rows[0])), *where]
+    return format_csv(columns, [{**asdict(row), **where} for row in rows], digits=4)

@@ -5,19 +5,22 @@ Nothing is downloaded. transformers and torchvision are imported only when one o
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from thinwire.errors import UsageError
+from thinwire.bench.own_models import Workload, import_function, to_workload
+from thinwire.bench.transformer_shapes import (
+    LLAMA_1B,
+    LLAMA_160M,
+    T5_BASE,
+    T5_LARGE,
+    llama_like,
+    t5_like,
+)
 from thinwire.recipes.kinds import Kind
 from thinwire.recipes.models.bert import bert_base, bert_large
 from thinwire.recipes.models.gpt2 import gpt2, gpt2_large
@@ -28,22 +31,12 @@ from thinwire.recipes.models.vit import vit_large
 from thinwire.recipes.objectives.images import Images
 from thinwire.recipes.objectives.questions import Questions
 from thinwire.recipes.objectives.tokens import Tokens
+from thinwire.tools.settings.names import check_name
 
 IMAGES = Images(channels=3, height=224, width=224, classes=1000)
 
 Build = Callable[[Kind, bool], nn.Module]
 """As the recipes build their models; the second says whether the two-layer form is wanted."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model, and how a batch for it is drawn and judged."""
-
-    model: nn.Module
-    draw: Callable[[], Any]
-    """One batch from torch's global generator, on its default device."""
-    loss: Callable[[nn.Module, Any], Tensor]
-    """The loss of a batch under the model as DDP wraps it."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +53,12 @@ def find_model(name: str) -> ModelSpec:
     """A model by its name, or the user's own as 'module:function'."""
     if name in MODELS:
         return MODELS[name]
-    module_name, _, attribute = name.partition(":")
-    if not attribute:
-        near = difflib.get_close_matches(name, MODELS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise UsageError(
-            f"model is {name!r}; it must be one of {', '.join(MODELS)} or your own as module:function{hint}"
-        )
-    if str(Path.cwd()) not in sys.path:  # a console script does not look there by itself
-        sys.path.append(str(Path.cwd()))
-    function = getattr(_import(module_name, f"model is {name!r}"), attribute, None)
-    if not callable(function):
-        raise UsageError(f"model is {name!r}, but {module_name} has no function {attribute}")
-    return ModelSpec(32, None, lambda device, batch, length: function(device, batch))
+    if ":" not in name:
+        check_name("model", name, MODELS, " or your own as module:function")
+    function = import_function(name)
+    return ModelSpec(
+        32, None, lambda device, batch, length: to_workload(name, function(device, batch))
+    )
 
 
 def build_workload(
@@ -83,11 +69,6 @@ def build_workload(
     with torch.device(device):
         torch.manual_seed(0)
         workload = spec.build(device, batch, length)
-        if not isinstance(workload, Workload):
-            raise UsageError(
-                f"model is {name!r}, but it returned a {type(workload).__name__}; it must return a "
-                "thinwire.bench.models.Workload"
-            )
         torch.manual_seed(1 + seed)
         data = workload.draw()
     return workload.model, lambda wrapped: workload.loss(wrapped, data)
@@ -167,17 +148,6 @@ def _classifier(model: nn.Module, shape: tuple[int, ...], classes: int, batch: i
     return Workload(model, draw, loss)
 
 
-def _import(module: str, who: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise
-        raise UsageError(
-            f"{who} needs the package {error.name!r}, which is not installed"
-        ) from None
-
-
 MODELS: dict[str, ModelSpec] = {
     "small": ModelSpec(32, None, _small),
     "lstm": ModelSpec(20, 35, _tokens(_wide_lstm, 33278, 35)),
@@ -189,4 +159,8 @@ MODELS: dict[str, ModelSpec] = {
     "bert-large": ModelSpec(8, 384, _questions(bert_large)),
     "gpt2": ModelSpec(8, 512, _tokens(gpt2, 50257, 512)),
     "gpt2-large": ModelSpec(4, 512, _tokens(gpt2_large, 50257, 512)),
+    "t5-base": ModelSpec(8, 512, t5_like("t5-base", T5_BASE)),
+    "t5-large": ModelSpec(4, 512, t5_like("t5-large", T5_LARGE)),
+    "llama-160m": ModelSpec(8, 512, llama_like("llama-160m", LLAMA_160M)),
+    "llama-1b": ModelSpec(2, 512, llama_like("llama-1b", LLAMA_1B)),
 }

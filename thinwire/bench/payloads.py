@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import WireError
-from thinwire.kernels.topk import row_topk
-from thinwire.layout import Shard, Slot, SlotKind
-from thinwire.select.base import Picks, concatenate, picks_at
-from thinwire.select.rows import RowTable, SlotRows
-from thinwire.wire.codec import Codec, Flags
-from thinwire.wire.indices import INDEX_CODES
-from thinwire.wire.values import VALUE_CODES
+from thinwire.layout import RowTable, Shard, Slot, SlotKind, SlotRows
+from thinwire.select import Picks
+from thinwire.wire import INDEX_CODES, VALUE_CODES, Codec, Flags
 
 FUZZ_SHAPES = (
     ((1, 1, 1),),
@@ -32,9 +28,9 @@ def make_table(shapes: Sequence[tuple[int, int, int]]) -> RowTable:
     """A table of slots with (rows, length, keep) each, one after the other in memory."""
     slots: list[SlotRows] = []
     offset = 0
-    for which, (rows, length, keep) in enumerate(shapes):
+    for index, (rows, length, keep) in enumerate(shapes):
         shape = (rows, length)
-        slot = Slot(f"slot{which}", shape, (length, 1), offset, SlotKind.LINEAR, Shard(shape))
+        slot = Slot(f"slot{index}", shape, (length, 1), offset, SlotKind.LINEAR, Shard(shape))
         slots.append(SlotRows(slot, (rows,), (length,), length, 1, keep, "rows"))
         offset += rows * length
     return RowTable(slots, offset)
@@ -42,8 +38,9 @@ def make_table(shapes: Sequence[tuple[int, int, int]]) -> RowTable:
 
 def make_picks(table: RowTable, c: Tensor) -> Picks:
     """The largest magnitudes of every row."""
-    indices = [row_topk(rows.matrix(c), rows.keep) for rows in table.rows]
-    return picks_at(c, table, concatenate(indices, c.device))
+    found = [rows.matrix(c).abs().topk(rows.keep).indices.sort().values for rows in table.rows]
+    indices = torch.cat([one.flatten() for one in found])
+    return Picks(c[table.positions(indices)], indices)
 
 
 def make_flags(table: RowTable, device: torch.device) -> Flags:

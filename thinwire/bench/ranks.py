@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from thinwire.tools.processes import loopback
+
 Rows = list[dict[str, Any]]
 Job = Callable[..., Rows]
 
@@ -19,8 +21,8 @@ Job = Callable[..., Rows]
 def run_ranks(job: Job, ranks: int, *settings: Any) -> Rows:
     """job(device, *settings) on every rank; the rows of rank 0, none on the others.
 
-    Under torchrun this process is one of the ranks; otherwise `ranks` processes are started, and `job` must be a
-    function at the top of its module.
+    Under torchrun this process is one of the ranks. Otherwise `ranks` processes are started: `job` must be a function at
+    the top of its module.
     """
     if "RANK" in os.environ:
         return _join(job, settings)
@@ -31,6 +33,7 @@ def run_ranks(job: Job, ranks: int, *settings: Any) -> Rows:
 
 def _start(rank: int, world: int, folder: str, job: Job, settings: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    os.environ |= loopback()
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )

@@ -5,54 +5,57 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import torch
-import typer
 from rich.table import Table
 from torch import Tensor
 
 from thinwire.bench.data import LAWS, draw, real_gradients
-from thinwire.bench.dry_run import DryRun, show_plan
-from thinwire.bench.measure import check_device_name, choose_device, time_ms, to_csv
+from thinwire.bench.measure import Timed, choose_device, time_ms, to_csv
 from thinwire.errors import UsageError
-from thinwire.layout import Shard, Slot, SlotKind
-from thinwire.observe.files import write_text
-from thinwire.observe.tables import make_console
-from thinwire.select.base import Selector
-from thinwire.select.chunks import ChunkChoice
-from thinwire.select.gaussian import GaussianThreshold
-from thinwire.select.random import RandomChoice
-from thinwire.select.redsync import RedSyncThreshold
-from thinwire.select.rows import RowTable, keep_count
-from thinwire.select.sampled import SampledThreshold
-from thinwire.select.sidco import SIDCoThreshold
-from thinwire.select.topk import TradTopK
+from thinwire.layout import RowTable, Shard, Slot, SlotKind, keep_count
+from thinwire.select import Selector
+from thinwire.tools.files import write_text
+from thinwire.tools.settings.building import find_public
+from thinwire.tools.settings.options import DryRun, command
+from thinwire.tools.tables import make_console, show_plan
 
 DENSITIES = (0.01, 0.001)
 REAL = "gradients"
 
+PUBLISHED = {"finish": "published"}
+
+
+def selection(name: str, **settings: Any) -> Callable[[float], Selector]:
+    """A selection by its public name, at any density."""
+    return lambda density: find_public(name)(density=density, **settings)
+
+
 SELECTIONS: dict[str, Callable[[float], Selector]] = {
-    "exact top-k": TradTopK,
-    "DGC": SampledThreshold,
-    "GaussianK": GaussianThreshold,
-    "RedSync": RedSyncThreshold,
-    "RedSync trimmed": lambda d: RedSyncThreshold(d, trimmed=True),
-    "SIDCo exponential, 1 stage": lambda d: SIDCoThreshold(d, distribution="exponential", stages=1),
-    "SIDCo gamma, 2 stages": lambda d: SIDCoThreshold(d, distribution="gamma", stages=2),
-    "SIDCo pareto, 2 stages": lambda d: SIDCoThreshold(d, distribution="pareto", stages=2),
-    "RandomK": RandomChoice,
-    "ChunkTopK": ChunkChoice,
-    "DGC, published": lambda d: SampledThreshold(d, "published"),
-    "GaussianK, published": lambda d: GaussianThreshold(d, "published"),
-    "RedSync, published": lambda d: RedSyncThreshold(d, "published"),
-    "RedSync trimmed, published": lambda d: RedSyncThreshold(d, "published", True),
-    "SIDCo exponential, 1 stage, published": lambda d: SIDCoThreshold(
-        d, "published", "exponential", 1
+    "exact top-k": selection("TradTopK"),
+    "DGC sampled": selection("SampledThreshold"),
+    "GaussianK": selection("GaussianThreshold"),
+    "RedSync": selection("RedSyncThreshold"),
+    "RedSync trimmed": selection("RedSyncThreshold", trimmed=True),
+    "SIDCo exponential, 1 stage": selection("SIDCoThreshold", distribution="exponential", stages=1),
+    "SIDCo gamma, 2 stages": selection("SIDCoThreshold", distribution="gamma", stages=2),
+    "SIDCo pareto, 2 stages": selection("SIDCoThreshold", distribution="pareto", stages=2),
+    "RandomK": selection("RandomChoice"),
+    "ChunkTopK": selection("ChunkChoice"),
+    "DGC sampled, published": selection("SampledThreshold", **PUBLISHED),
+    "GaussianK, published": selection("GaussianThreshold", **PUBLISHED),
+    "RedSync, published": selection("RedSyncThreshold", **PUBLISHED),
+    "RedSync trimmed, published": selection("RedSyncThreshold", trimmed=True, **PUBLISHED),
+    "SIDCo exponential, 1 stage, published": selection(
+        "SIDCoThreshold", distribution="exponential", stages=1, **PUBLISHED
     ),
-    "SIDCo gamma, 2 stages, published": lambda d: SIDCoThreshold(d, "published", "gamma", 2),
-    "SIDCo pareto, 2 stages, published": lambda d: SIDCoThreshold(d, "published", "pareto", 2),
+    "SIDCo gamma, 2 stages, published": selection(
+        "SIDCoThreshold", distribution="gamma", stages=2, **PUBLISHED
+    ),
+    "SIDCo pareto, 2 stages, published": selection(
+        "SIDCoThreshold", distribution="pareto", stages=2, **PUBLISHED
+    ),
 }
 """Published ones send what their estimate gives, cut at 4 k so that the payload has an end."""
 
@@ -77,14 +80,14 @@ def measure(selector: Selector, tensors: Sequence[Tensor], repeats: int) -> dict
     for x in tensors:
         slot = Slot("x", (x.numel(),), (1,), 0, SlotKind.OTHER, Shard((x.numel(),)))
         table = RowTable([selector.rows(slot, None)], x.numel())
-        picks = selector.session().pick(x, table, [None])
+        picks = selector.session().pick(x, table)
         chosen += int(picks.counts.sum()) if picks.counts is not None else table.entries
         kept += float(picks.values.double().square().sum())
         k = keep_count(x.numel(), selector.density)  # type: ignore[attr-defined]
         asked += selector.density * x.numel()  # type: ignore[attr-defined]
         best += float(x.double().square().topk(k).values.sum())
         session = selector.session()
-        spent += time_ms(partial(session.pick, x, table, [None]), x.device, repeats)
+        spent += time_ms(partial(session.pick, x, table), x.device, repeats)
     return {"realised": chosen / asked, "energy": kept / best, "ms": spent}
 
 
@@ -135,28 +138,31 @@ def select_table(rows: Sequence[SelectRow], title: str) -> Table:
     return table
 
 
-def bench_select(
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", help="Write the rows to this CSV file.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where to select: cpu or cuda.")] = "cpu",
-    elements: Annotated[int, typer.Option(help="Size of the tensors drawn.")] = 1_000_000,
-    repeats: Annotated[int, typer.Option(help="Timed calls; the median is shown.")] = 5,
-    dry_run: DryRun = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What is selected from."""
+
+    elements: int = 1_000_000
+    """Size of the tensors drawn."""
+
+    def __post_init__(self) -> None:
+        if self.elements < 1:
+            raise UsageError(f"--elements is {self.elements}; it must be at least 1")
+
+
+@command
+def bench_select(*, drawn: Drawn, timed: Timed, dry_run: DryRun = False) -> None:
     """Measure what every selection sends of what was asked, the energy it keeps of the exact top-k's, and its time.
 
     thinwire bench select --csv benchmarks/select-cpu.csv
     """
-    if repeats < 1 or elements < 1:
-        raise UsageError(f"--repeats is {repeats} and --elements {elements}; both must be positive")
+    elements = drawn.elements
     if dry_run:
-        check_device_name(device)
-        show_plan(list_cases(elements), device)
+        show_plan(list_cases(elements), timed.device)
         return
-    where, hardware = choose_device(device)
-    rows = list(measure_all(where, elements, repeats))
-    console = make_console()
-    console.print(select_table(rows, f"Selections, {elements} elements; times on {hardware}"))
-    if csv_file is not None:
-        write_text(csv_file, to_csv(rows, hardware))
+    where, hardware = choose_device(timed.device)
+    rows = list(measure_all(where, elements, timed.repeats))
+    title = f"Selections, {elements} elements; times on {hardware}"
+    make_console().print(select_table(rows, title))
+    if timed.csv is not None:
+        write_text(timed.csv, to_csv(rows, hardware))

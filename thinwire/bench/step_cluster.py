@@ -1,8 +1,8 @@
 """A cell on the machines where a launcher has started this command: every process starts one worker of its own.
 
-The processes meet in the launcher's store. Rank 0 has the plan and the rows; it writes an order for each cell, which all
-of them follow, itself included, and reads there how each worker ended. Workers meet at a port of their own, so that a
-cell that died leaves nothing to the next.
+The processes meet in the launcher's store. Rank 0 has the plan and the rows. It writes an order for each cell into the store, all
+processes follow it, and each writes there how its worker ended. Workers meet at a port of their own, so that a cell that died
+leaves nothing to the next.
 """
 
 from __future__ import annotations
@@ -19,14 +19,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.bench.step_cell import StepCell
-from thinwire.bench.step_places import (
-    CANCELLED,
-    TIME_UP,
-    Attempt,
-    Place,
-    free_port,
-    run_workers,
-)
+from thinwire.bench.step_places import CANCELLED, TIME_UP, Attempt, Place, free_port, run_workers
 
 PATIENCE_S = 30.0
 """How long rank 0 waits for the others to say how a worker ended, once its own has."""
@@ -121,12 +114,13 @@ class FailureWatch:
         self._store = store
         self._key = key
         self._next_look = 0.0
+        self._seen = False
 
     def report(self) -> None:
         self._store.set(self._key, "yes")
 
     def look(self) -> bool:
-        if time.monotonic() < self._next_look:
-            return False
-        self._next_look = time.monotonic() + LOOK_S
-        return bool(self._store.check([self._key]))
+        if not self._seen and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            self._seen = bool(self._store.check([self._key]))
+        return self._seen

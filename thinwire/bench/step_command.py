@@ -2,181 +2,201 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
-from thinwire.bench.anchors import ANCHORS
-from thinwire.bench.dry_run import DryRun, show_plan
-from thinwire.bench.models import MODELS
+from thinwire.bench.anchors import ANCHORS, GLOO_ANCHORS, HSDP_ANCHORS
+from thinwire.bench.host_profile import profile_file, read_profile
+from thinwire.bench.model_shapes import know_models
+from thinwire.bench.models import MODELS  # noqa: F401 (shown in a field's text)
 from thinwire.bench.plots import draw_plots
 from thinwire.bench.rows import RowBook
 from thinwire.bench.step import TIMEOUT_S, run_cells
 from thinwire.bench.step_cell import CLUSTER, LOCAL, StepCell, plan_grid
 from thinwire.bench.step_cluster import ClusterPlace
 from thinwire.bench.step_places import LabPlace, LocalPlace, Place, why_no_lab
-from thinwire.bench.step_report import step_table
-from thinwire.bench.step_suite import NETWORKS, find_suite, missing_methods
+from thinwire.bench.step_progress import StepProgress
+from thinwire.bench.step_report import show_profile, show_rows
+from thinwire.bench.step_suite import NETWORKS, find_suite
 from thinwire.errors import UsageError
 from thinwire.lab.mps import CONTROL
 from thinwire.lab.rates import parse_rate
-from thinwire.lab.signals import signals_as_exceptions
-from thinwire.observe.tables import make_console
-from thinwire.recipes.clusters import HostsFile, Interface, PrintLaunch, check_alone, show_script
-from thinwire.recipes.started import is_worker_already, workers_started
-from thinwire.validate import check_choice
+from thinwire.report.build import write_report
+from thinwire.tools.clusters import ClusterScript
+from thinwire.tools.settings.building import check_fields
+from thinwire.tools.settings.kinds import NewFolder, PositiveNumber, check_ranks
+from thinwire.tools.settings.options import DryRun, Said, command, said
+from thinwire.tools.signals import signals_as_exceptions
+from thinwire.tools.started import is_worker_already, workers_started
+from thinwire.tools.tables import make_console, show_plan
 
-DEFAULT_WORKERS = "4"
-
-_Model = Annotated[
-    str | None,
-    typer.Option(help=f"One or more of {', '.join(MODELS)}, or your own as module:function."),
-]
-_Methods = Annotated[str, typer.Option(help="Names of methods and anchors, with commas.")]
-_Rates = Annotated[
-    str | None, typer.Option(help="Link rates, with commas: 10gbit,1gbit. Needs root.")
-]
-_Workers = Annotated[
-    str | None, typer.Option(help="Numbers of workers, with commas; 4 unless a launcher decides.")
-]
-_Anchors = Annotated[
-    bool, typer.Option("--anchors/--no-anchors", help=f"Measure {', '.join(ANCHORS)} as well.")
-]
-_Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
-_Amp = Annotated[str, typer.Option(help="none, or bf16 for autocast.")]
-_Batch = Annotated[int | None, typer.Option(help="Samples per worker and step.")]
-_Length = Annotated[int | None, typer.Option(help="Tokens per sample.")]
-_Density = Annotated[float | None, typer.Option(help="Fraction kept by sparse methods.")]
-_Rank = Annotated[int | None, typer.Option(help="Rank of low-rank methods.")]
-_BucketMb = Annotated[
-    float | None, typer.Option(help="DDP's bucket size; 0 is one bucket per tensor.")
-]
-_Steps = Annotated[int, typer.Option(help="Timed steps per row.")]
-_Seconds = Annotated[
-    float, typer.Option(help="Fewer steps where they would take longer than this.")
-]
-_Timeout = Annotated[float, typer.Option(help="End a row's processes after this many seconds.")]
-_Out = Annotated[Path, typer.Option(help="Folder of rows.json, rows.csv and the plots.")]
-_Trace = Annotated[
-    Path | None, typer.Option(help="Write a Perfetto file per rank and row to this folder.")
-]
-_Suite = Annotated[str | None, typer.Option(help="Run a paper's matrix instead: acpsgd.")]
-_Retry = Annotated[bool, typer.Option("--retry-failed", help="Measure failed rows again.")]
-_Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="Draw the rows of the folder.")]
+DEFAULT_WORKERS = (4,)
+SUITE_TAKES = ("device", "amp", "latency", "steps", "seconds")
+"""What a suite does not decide itself."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What is measured: every combination of these."""
+
+    model: tuple[str, ...] = ()
+    """One or more of {MODELS}, or your own as module:function. (default small)"""
+    methods: tuple[str, ...] = ("dense", "topk", "adtopk")
+    """Names of methods and anchors, with commas; your own as module:attribute."""
+    anchors: bool = True
+    """Measure {ANCHORS} as well; the last one only on a GPU."""
+    rates: tuple[str, ...] | None = None
+    """Link rates, with commas: 10gbit,1gbit. Needs root."""
+    latency: Annotated[str | None, "TIME"] = None
+    """Added one way between hosts, such as 50ms; goes with rates."""
+    every: tuple[int, ...] = (8, 32)
+    """Inner steps between two rounds of diloco, streaming-diloco and sparseloco, with commas."""
+    workers: tuple[int, ...] | None = None
+    """Numbers of workers, with commas; 4 unless a launcher decides."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is cuda where there is a GPU."""
+    suite: str | None = None
+    """Run a paper's matrix instead: acpsgd."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What is written, and what becomes of rows that are there."""
+
+    out: NewFolder = Path("runs/bench-step")
+    """Folder of rows.json, rows.csv, report.html and the plots."""
+    trace: NewFolder | None = None
+    """Write a Perfetto file per rank and row there."""
+    profile: bool = False
+    """Print where the host spends a step, phase by phase."""
+    plots: bool = True
+    """Draw the rows of the folder."""
+    timeout: PositiveNumber = TIMEOUT_S
+    """End a row's processes after this many seconds."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def profiles(self) -> Path | None:
+        return self.out / "profiles" if self.profile else None
+
+
+@command
 def bench_step(
     context: typer.Context,
-    model: _Model = None,
-    methods: _Methods = "dense,topk,adtopk",
-    rates: _Rates = None,
-    workers: _Workers = None,
-    anchors: _Anchors = True,
-    device: _Device = "auto",
-    amp: _Amp = "none",
-    batch: _Batch = None,
-    length: _Length = None,
-    density: _Density = None,
-    rank: _Rank = None,
-    bucket_mb: _BucketMb = None,
-    steps: _Steps = 20,
-    seconds: _Seconds = 5.0,
-    timeout: _Timeout = TIMEOUT_S,
-    out: _Out = Path("runs/bench-step"),
-    trace: _Trace = None,
-    suite: _Suite = None,
-    retry_failed: _Retry = False,
-    plots: _Plots = True,
-    print_launch: PrintLaunch = None,
-    hosts: HostsFile = None,
-    interface: Interface = None,
+    *,
+    measured: StepPlan,
+    step: Said = said(
+        StepCell, "amp", "parallel", "batch", "length", "density", "rank", "bucket_mb"
+    ),
+    timing: Said = said(StepCell, "steps", "seconds"),
+    output: StepOutput,
+    cluster: ClusterScript,
     dry_run: DryRun = False,
 ) -> None:
     """Measure a training step: model x method x link rate x workers.
 
     thinwire bench step --model bert-large --methods topk,adtopk --rates 10gbit,1gbit --workers 4
 
-    Every row is measured in fresh processes and saved at once; rows that
-    are in the folder already are skipped. With rates the workers are the
-    hosts of an emulated cluster (needs root). Started by torchrun or a
-    script of --print-launch, it measures on the machines it was started on.
+    Rows of one setup share their processes, and each is saved at once;
+    rows that are in the folder already are skipped, unless they failed or
+    their model has changed. With rates the workers are the hosts of an emulated
+    cluster (needs root). Started by torchrun or a script of --print-launch,
+    it measures on the machines it was started on.
     """
-    where = find_device(device)
-    counts = count_workers(workers)
+    device, counts = find_device(measured.device), count_workers(measured.workers)
+    if cluster.wanted and len(counts) > 1:
+        listed = ",".join(map(str, counts))
+        raise UsageError(f"workers is {listed}; a launch script starts one number of them")
     launched = is_worker_already()
-    if print_launch is None:
-        check_alone(hosts, interface)
-    elif len(counts) > 1:
-        raise UsageError(f"workers is {workers}; a launch script starts one number of them")
-    if print_launch is not None or launched:
-        asked = cluster_rates(rates)
-    else:
-        asked = possible_rates(rates, suite)
-    shared = {"device": where, "amp": amp, "steps": steps, "seconds": seconds}
-    if suite is not None:
-        cells = _plan_suite(suite, model, asked, counts, shared)
-    else:
-        cells = plan_grid(
-            models=split(model) or ["small"],
-            methods=[*(ANCHORS if anchors else ()), *split(methods)],
-            rates=asked,
-            workers=counts,
-            batch=batch,
-            length=length,
-            density=density,
-            rank=rank,
-            bucket_mb=bucket_mb,
-            **shared,
+    find = cluster_rates if cluster.wanted or launched else possible_rates
+    rates = find(measured.rates, measured.suite)
+    if measured.latency is not None and rates in ([], [CLUSTER]):
+        raise UsageError(
+            f"latency is {measured.latency}, which only emulated links have; add --rates, as root"
         )
-    if print_launch is not None:
-        show_script(print_launch, context.find_root().obj, hosts, interface, counts[0])
+    settings = {**step, **timing, "device": device, "latency": measured.latency}
+    cells = plan_cells(measured, rates, counts, settings)
+    if cluster.wanted:
+        cluster.show(context.find_root().obj, counts[0])
         return
-    book = RowBook(out)
-    if dry_run and launched and os.environ["RANK"] != "0":
-        return
+    book = RowBook(output.out)
+    cells = know_models(cells, book.rows, lambda line: typer.echo(line, err=True))
     if dry_run:
-        new = [cell.describe() for cell in cells if not book.has(cell, retry_failed=retry_failed)]
-        show_plan(new, f"{where}, beside what is in {out} already")
+        if not launched or os.environ["RANK"] == "0":
+            new = [cell.describe() for cell in cells if not book.has(cell)]
+            show_plan(new, f"{device}, beside what is in {output.out} already")
         return
-    with signals_as_exceptions(), choose_place(asked, where) as place:
+    console = make_console()
+    with signals_as_exceptions(), choose_place(rates, device) as place:
         if isinstance(place, ClusterPlace) and place.rank:
             place.follow()
             return
-        run_cells(cells, book, place, timeout_s=timeout, trace=trace, retry_failed=retry_failed)
-    _show_rows(book, plots)
+        with StepProgress(console) as progress:
+            run_cells(
+                cells,
+                book,
+                place,
+                timeout_s=output.timeout,
+                traces=output.trace,
+                profiles=output.profiles,
+                say=progress.say,
+                count=progress.count,
+            )
+    show_rows(book.rows, console)
+    if output.profiles is not None:
+        for cell in cells:
+            if profile_file(output.profiles, cell).exists():
+                show_profile(read_profile(profile_file(output.profiles, cell)), console)
+    show_files(book, output)
 
 
-def _show_rows(book: RowBook, plots: bool) -> None:
-    out = book.folder
-    make_console().print(step_table(book.rows))
-    typer.echo(f"rows: {out / 'rows.json'}, {out / 'rows.csv'}")
-    if plots and importlib.util.find_spec("matplotlib") is not None:
-        for path in draw_plots(book.rows, out):
-            typer.echo(f"plot: {path}")
-
-
-def _plan_suite(
-    name: str,
-    model: str | None,
-    rates: list[str],
-    workers: list[int],
-    shared: dict[str, Any],
+def plan_cells(
+    measured: StepPlan, rates: list[str], workers: list[int], settings: dict[str, Any]
 ) -> list[StepCell]:
-    plan = find_suite(name)
-    if missing := missing_methods():
-        typer.echo(
-            f"left out, because thinwire does not have it yet: {', '.join(missing)}", err=True
+    """The combinations, or the cells of a suite; it has settings of its own for the step."""
+    if measured.suite is None:
+        anchors = ANCHORS if settings["device"] == "cuda" else GLOO_ANCHORS
+        if settings.get("parallel") == "hsdp":
+            anchors = HSDP_ANCHORS
+        return plan_grid(
+            models=measured.model or ["small"],
+            methods=[*(anchors if measured.anchors else ()), *measured.methods],
+            rates=rates,
+            workers=workers,
+            every=measured.every,
+            **settings,
         )
-    cells = plan(model=model, rates=rates or [LOCAL], workers=max(workers), **shared)
+    plan = find_suite(measured.suite)
+    kept = {name: settings[name] for name in SUITE_TAKES if name in settings}
+    model = measured.model[0] if measured.model else None
+    cells = plan(model=model, rates=rates or [LOCAL], workers=max(workers), **kept)
     if rates == [CLUSTER]:
         # A launcher has started so many and no fewer.
         return [cell for cell in cells if cell.workers == max(workers)]
     return cells
+
+
+def show_files(book: RowBook, output: StepOutput) -> None:
+    """Draw the rows, write the page, and say where everything is."""
+    out = output.out
+    typer.echo(f"rows: {out / 'rows.json'}, {out / 'rows.csv'}")
+    if output.plots and find_spec("matplotlib") is not None:
+        for path in draw_plots(book.rows, out):
+            typer.echo(f"plot: {path}")
+    typer.echo(f"page: {write_report(out, output.trace)}")
 
 
 def choose_place(rates: list[str], device: str) -> Place:
@@ -188,55 +208,39 @@ def choose_place(rates: list[str], device: str) -> Place:
     return LabPlace(mps=device == "cuda" and shutil.which(CONTROL) is not None)
 
 
-def count_workers(asked: str | None) -> list[int]:
+def count_workers(asked: Sequence[int] | None) -> list[int]:
     """The numbers of workers: those asked for, or as many as a launcher has started."""
-    counts = whole_numbers("workers", DEFAULT_WORKERS if asked is None else asked)
+    counts = list(DEFAULT_WORKERS if asked is None else asked)
     if not counts:
-        raise UsageError(f"workers is {asked!r}; it must be whole numbers, with commas")
+        raise UsageError("workers is empty; it must be whole numbers, with commas")
+    for count in counts:
+        check_ranks("workers", count)
     world = workers_started([] if asked is None else counts)
     return counts if world is None else [world]
 
 
-def cluster_rates(asked: str | None) -> list[str]:
+def cluster_rates(asked: Sequence[str] | None, suite: str | None = None) -> list[str]:
     """On machines that are there already the network is what it is."""
     if asked is not None:
         raise UsageError(
-            f"rates is {asked!r}, but a launcher's machines have a network of their own; leave --rates out"
+            f"rates is {','.join(asked)!r}, but a launcher's machines have a network of their own; leave --rates out"
         )
     return [CLUSTER]
 
 
-def possible_rates(asked: str | None, suite: str | None) -> list[str]:
-    """The rates asked for, none if they cannot be had here, with a sentence that says why."""
-    rates = find_rates(asked, suite)
-    reason = why_no_lab() if rates else None
-    if reason is None:
+def possible_rates(asked: Sequence[str] | None, suite: str | None) -> list[str]:
+    """The rates asked for, or a suite's own; none if they cannot be had here, with a sentence that says why."""
+    rates = list(asked or ())
+    for rate in rates:
+        parse_rate(rate)
+    reason = why_no_lab()
+    if suite is not None and asked is None and reason is None:
+        return list(NETWORKS)
+    if not rates or reason is None:
         return rates
     typer.echo(reason, err=True)
     return []
 
 
 def find_device(name: str) -> str:
-    check_choice("device", name, ("auto", "cpu", "cuda"))
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def find_rates(text: str | None, suite: str | None) -> list[str]:
-    """The rates asked for, each a possible one whether or not it can be had here; a suite's own if none is named."""
-    rates = split(text)
-    for rate in rates:
-        parse_rate(rate)
-    if suite is not None and text is None and why_no_lab() is None:
-        return list(NETWORKS)
-    return rates
-
-
-def split(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
-def whole_numbers(field: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in split(text)]
-    except ValueError:
-        raise UsageError(f"{field} is {text!r}; it must be whole numbers, with commas") from None

@@ -6,26 +6,35 @@ import os
 import socket
 import subprocess
 import tempfile
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import torch
 
 from thinwire.bench.step_cell import ANY_RATE, StepCell, lab_rate
 from thinwire.lab import Lab, LabSpec
-from thinwire.lab.processes import stop_processes
+from thinwire.lab.rerouting import BY_RELAY
+from thinwire.tools.processes import (
+    start_process,
+    stop_processes,
+    wait_together,
+    worker_environments,
+)
+from thinwire.tools.warden import Warden
 
 GRACE_S = 3.0
 KEPT_CHARACTERS = 4000
 TIME_UP = 124
 """The exit code that `timeout` has made customary."""
 CANCELLED = 125
+NO_FOLDER = "-"
+"""In a worker's arguments: none was asked for."""
+STORE_VARIABLE = "THINWIRE_STORE"
+"""Names the file in which local workers meet; without it they meet where the launcher says."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,8 @@ class Place(ABC):
     """Somewhere to start a cell's processes; a context manager."""
 
     name: str
+    note = ""
+    """What is to be known about rows that were measured there."""
 
     @abstractmethod
     def run(self, cell: StepCell, command: Sequence[str], timeout_s: float) -> Attempt:
@@ -53,17 +64,12 @@ class Place(ABC):
     def __enter__(self) -> Place:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
 class LabPlace(Place):
-    """One host per worker. The lab stays for the next cell if that wants the same one and this one went well."""
+    """One host per worker, or per two of a sharded model. The lab stays for the next cell if that wants the same one and this one went well."""
 
     name = "lab"
 
@@ -73,7 +79,8 @@ class LabPlace(Place):
 
     def run(self, cell: StepCell, command: Sequence[str], timeout_s: float) -> Attempt:
         lab = self._lab_for(cell)
-        result = lab.run(command, timeout_s=timeout_s)
+        # Thinwire's own workers, which leave their rows in a folder of this process.
+        result = lab.run(command, timeout_s=timeout_s, as_root=True)
         if result.exit_code != 0:
             # Processes killed in mid-kernel can leave a shared GPU's daemon unusable; the next cell gets a new one.
             self.close()
@@ -84,14 +91,19 @@ class LabPlace(Place):
     def _lab_for(self, cell: StepCell) -> Lab:
         on_gpu = cell.device == "cuda"
         spec = LabSpec(
-            hosts=cell.workers, rate=lab_rate(cell), share_gpu=on_gpu, mps=self.mps and on_gpu
+            hosts=cell.workers // cell.per_host,
+            ranks_per_host=cell.per_host,
+            rate=lab_rate(cell),
+            latency=cell.latency or "0ms",
+            share_gpu=on_gpu,
+            mps=self.mps and on_gpu,
         )
         if self._lab is not None and cell.rate == ANY_RATE:
             spec = replace(spec, rate=self._lab.spec.rate)
         if self._lab is None or self._lab.spec != spec:
             self.close()
-            self._lab = Lab(spec)
-            self._lab.__enter__()
+            self._lab = Lab(spec).__enter__()
+            self.note = BY_RELAY if self._lab.relayed else ""
         return self._lab
 
     def close(self) -> None:
@@ -101,35 +113,23 @@ class LabPlace(Place):
 
 
 class LocalPlace(Place):
-    """Plain processes that talk over the loopback."""
+    """Plain processes that meet in a file and talk over the loopback."""
 
     name = "local"
 
     def run(self, cell: StepCell, command: Sequence[str], timeout_s: float) -> Attempt:
-        port = str(free_port())
-        ranks = range(cell.workers)
-        return run_workers(
-            command, [local_environment(cell, rank, port) for rank in ranks], timeout_s
-        )
-
-
-def local_environment(cell: StepCell, rank: int, port: str) -> dict[str, str]:
-    """What torchrun would set, and for NCCL an identity per rank where ranks share a GPU."""
-    tuning = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // cell.workers)),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    placement = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(cell.workers),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(cell.workers),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    sharing = cell.device == "cuda" and torch.cuda.device_count() < cell.workers
-    identity = {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"} if sharing else {}
-    return {**tuning, **os.environ, **placement, **identity}
+        environments = worker_environments(cell.workers)
+        if cell.device == "cuda" and torch.cuda.device_count() < cell.workers:
+            # NCCL refuses ranks that share a GPU on what it takes for one machine.
+            for rank, environment in enumerate(environments):
+                environment["NCCL_HOSTID"] = f"rank{rank}"
+        with (
+            tempfile.TemporaryDirectory(prefix="thinwire-step-") as folder,
+            Warden(Path(folder)) as warden,
+        ):
+            for environment in environments:
+                environment[STORE_VARIABLE] = str(Path(folder, "store"))
+            return run_workers(command, environments, timeout_s, started=warden.guard)
 
 
 def run_workers(
@@ -138,46 +138,29 @@ def run_workers(
     timeout_s: float,
     first_rank: int = 0,
     cancelled: Callable[[], bool] = lambda: False,
+    started: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
 ) -> Attempt:
-    """Start `command` once per environment; wait until all have ended, one has failed, time is up, or it is cancelled."""
+    """Start `command` once per environment; wait until all have ended, one has failed, time is up, or it is cancelled.
+
+    `started` is told of every process.
+    """
     processes: list[subprocess.Popen[bytes]] = []
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in environments]
         stack.callback(lambda: stop_processes(processes, GRACE_S))
         for environment, file in zip(environments, files, strict=True):
-            process = subprocess.Popen(
-                list(command),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            processes.append(process)
-        return _wait(processes, files, timeout_s, first_rank, cancelled)
-
-
-def _wait(
-    processes: Sequence[subprocess.Popen[bytes]],
-    files: Sequence[IO[bytes]],
-    timeout_s: float,
-    first_rank: int,
-    cancelled: Callable[[], bool],
-) -> Attempt:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        codes = [process.poll() for process in processes]
+            processes.append(start_process(command, environment, file))
+            started(processes[-1])
+        codes = wait_together(processes, timeout_s, cancelled)
         for index, code in enumerate(codes):
             if code:
                 reason = f"rank {first_rank + index} ended with exit code {code}."
                 return Attempt(code, reason, _tail(files[index]))
-        if all(code == 0 for code in codes):
+        if None not in codes:
             return Attempt(0, "", "")
-        if time.monotonic() > deadline:
-            return Attempt(TIME_UP, f"time was up after {timeout_s:g} s.", _tail(files[0]))
         if cancelled():
             return Attempt(CANCELLED, "another rank failed.", "")
-        time.sleep(0.02)
+        return Attempt(TIME_UP, f"time was up after {timeout_s:g} s.", _tail(files[0]))
 
 
 def _tail(file: IO[bytes]) -> str:
@@ -205,7 +188,13 @@ def why_no_lab() -> str | None:
 def trace_prefix(folder: Path, cell: StepCell) -> str:
     """Path of a cell's trace files without the rank: short, and unlike any other cell's."""
     parts = [cell.model.replace(":", "."), cell.method, cell.rate, f"{cell.workers}workers"]
+    parts += [cell.device] if cell.device != "cpu" else []
+    parts += [cell.amp] if cell.amp != "none" else []
+    parts += [cell.parallel] if cell.parallel != "ddp" else []
+    parts += [f"length{cell.length}"] if cell.length is not None else []
     parts += [f"bucket{cell.bucket_mb:g}"] if cell.bucket_mb is not None else []
     parts += [f"density{cell.density:g}"] if cell.density is not None else []
     parts += [f"rank{cell.rank}of"] if cell.rank is not None else []
+    parts += [f"latency{cell.latency}"] if cell.latency is not None else []
+    parts += [f"every{cell.every}"] if cell.every is not None else []
     return str(folder / "-".join([*parts, f"batch{cell.batch}"]))

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from thinwire.bench.anchors import is_known
 from thinwire.bench.step_cell import StepCell, plan_cell, unique
-from thinwire.errors import UsageError
 from thinwire.lab.rates import UNSHAPED
+from thinwire.tools.settings.names import check_name
 
 SENTENCE = 64
 NETWORKS = ("10gbit", "1gbit", UNSHAPED)
@@ -36,7 +35,7 @@ ACPSGD_MODELS: tuple[dict[str, Any], ...] = (
 def plan_acpsgd(
     *, workers: int, rates: Sequence[str] = NETWORKS, model: str | None = None, **settings: Any
 ) -> list[StepCell]:
-    """The paper's matrix with the methods that exist; `model` takes the place of all its models.
+    """The paper's matrix; `model` takes the place of all its models.
 
     1. Every model on every network.
     2. Bucket sizes and ranks with BERT-large, batches with ResNet-152, on the first network.
@@ -58,9 +57,8 @@ def plan_acpsgd(
         if count <= workers
         for entry in models
     ]
-    methods = [name for name in ACPSGD_METHODS if is_known(name)]
     return unique(
-        plan_cell(**plan, method=method, **settings) for plan in plans for method in methods
+        plan_cell(**plan, method=method, **settings) for plan in plans for method in ACPSGD_METHODS
     )
 
 
@@ -68,11 +66,5 @@ SUITES: dict[str, Callable[..., list[StepCell]]] = {"acpsgd": plan_acpsgd}
 
 
 def find_suite(name: str) -> Callable[..., list[StepCell]]:
-    if name not in SUITES:
-        raise UsageError(f"suite is {name!r}; it must be one of {', '.join(SUITES)}")
+    check_name("suite", name, SUITES)
     return SUITES[name]
-
-
-def missing_methods() -> list[str]:
-    """What the suites name and thinwire does not have."""
-    return [name for name in ACPSGD_METHODS if not is_known(name)]

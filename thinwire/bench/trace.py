@@ -3,67 +3,42 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch
 
-from thinwire.observe.stations import STATIONS, watch
+from thinwire.observe import STATIONS, watch
+from thinwire.tools.clock import Mark, wait_for
 
 TRACED_STEPS = 3
 
 
 class StationTimer:
-    """Adds up the time of every station: on CUDA between events on its stream, else on its thread."""
+    """Adds up the time of every station, on its device's clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._spans: list[tuple[str, Any, Any]] = []
+        self._device = device
+        self._spans: list[tuple[str, Mark, Mark]] = []
         self._lock = threading.Lock()
 
-    def __call__(self, name: str) -> _Span:
-        return _Span(self, name)
-
-    def mark(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def add(self, name: str, began: Any, ended: Any) -> None:
-        with self._lock:
-            self._spans.append((name, began, ended))
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = Mark(self._device)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._spans.append((name, began, Mark(self._device)))
 
     def milliseconds(self) -> dict[str, float]:
         """Total per station; waits for the device."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        wait_for(self._device)
         totals = dict.fromkeys(STATIONS, 0.0)
         for name, began, ended in self._spans:
-            totals[name] += began.elapsed_time(ended) if self._cuda else 1000 * (ended - began)
+            totals[name] += ended.ms_since(began)
         return totals
-
-
-class _Span:
-    def __init__(self, timer: StationTimer, name: str) -> None:
-        self.timer = timer
-        self.name = name
-        self.began: Any = None
-
-    def __enter__(self) -> None:
-        self.began = self.timer.mark()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.timer.add(self.name, self.began, self.timer.mark())
 
 
 def time_stations(
@@ -89,6 +64,5 @@ def write_trace(run_step: Callable[[], None], device: torch.device, path: Path) 
         for step in range(TRACED_STEPS):
             with torch.profiler.record_function(f"step {step}"):
                 run_step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for(device)
     profile.export_chrome_trace(str(path))

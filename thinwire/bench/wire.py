@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-import typer
 from rich.table import Table
 
-from thinwire.bench.dry_run import DryRun, show_plan
-from thinwire.bench.measure import check_device_name, choose_device, time_ms, to_csv
+from thinwire.bench.measure import Timed, choose_device, time_ms, to_csv
 from thinwire.bench.payloads import Fuzzed, fuzz, make_flags, make_picks, make_table
-from thinwire.errors import UsageError
-from thinwire.observe.files import write_text
-from thinwire.observe.tables import make_console
-from thinwire.select.base import Picks
-from thinwire.select.rows import RowTable, keep_count
-from thinwire.wire.codec import Codec
-from thinwire.wire.entropy import EntropyCode
-from thinwire.wire.indices import INDEX_CODES
-from thinwire.wire.values import VALUE_CODES
+from thinwire.layout import RowTable, keep_count
+from thinwire.select import Picks
+from thinwire.tools.files import write_text
+from thinwire.tools.settings.options import DryRun, command
+from thinwire.tools.tables import format_table, make_console, show_plan
+from thinwire.wire import INDEX_CODES, VALUE_CODES, Codec, EntropyCode
 
 WHOLE_LENGTHS = (100_000, 1_000_000, 10_000_000)
 ROW_LENGTHS = (576, 768, 1024, 4096)
@@ -145,43 +139,33 @@ def list_cases() -> list[str]:
     ]
 
 
+COLUMNS = {
+    "rows x length": "{shape}",
+    "density": "{density:.2%}",
+    "format": "{format}",
+    "value": "{value_bits:.2f}",
+    "index mean": "{index_bits_mean:.2f}",
+    "index sent": "{index_bits_sent:.2f}",
+    "entropy": "{entropy_bits:.2f}",
+    "mean / entropy": "{excess:.3f}",
+    "total mean": "{total_bits_mean:.2f}",
+    "total sent": "{total_bits_sent:.2f}",
+    "payload": "{payload_bits:.2f}",
+    "encode ms": "{encode_ms:.2f}",
+    "decode ms": "{decode_ms:.2f}",
+}
+
+
 def wire_table(rows: Sequence[WireRow], title: str) -> Table:
     """One line per format and shape, the published formats last."""
-    table = Table(title=title)
-    for heading in ("rows x length", "density", "format"):
-        table.add_column(heading)
-    for heading in ("value", "index mean", "index sent", "entropy", "mean / entropy"):
-        table.add_column(heading, justify="right")
-    for heading in ("total mean", "total sent", "payload", "encode ms", "decode ms"):
-        table.add_column(heading, justify="right")
-    previous = ""
-    for row in rows:
-        if previous not in ("", row.shape):
-            table.add_section()
-        previous = row.shape
-        table.add_row(*_cells(row))
-    table.add_section()
-    for name, value, index in PUBLISHED:
-        table.add_row(
-            "", "", name, f"{value:.2f}", f"{index:.2f}", "", "", "", f"{value + index:.2f}"
-        )
-    return table
-
-
-def _cells(row: WireRow) -> list[str]:
-    bits = (row.value_bits, row.index_bits_mean, row.index_bits_sent, row.entropy_bits)
-    return [
-        row.shape,
-        f"{row.density:.2%}",
-        row.format,
-        *(f"{number:.2f}" for number in bits),
-        f"{row.index_bits_mean / row.entropy_bits:.3f}",
-        f"{row.total_bits_mean:.2f}",
-        f"{row.total_bits_sent:.2f}",
-        f"{row.payload_bits:.2f}",
-        f"{row.encode_ms:.2f}",
-        f"{row.decode_ms:.2f}",
+    lines: list[dict[str, Any]] = [
+        {**asdict(row), "excess": row.index_bits_mean / row.entropy_bits} for row in rows
     ]
+    nothing = dict.fromkeys(lines[0])
+    for name, value, index in PUBLISHED:
+        bits = {"value_bits": value, "index_bits_mean": index, "total_bits_mean": value + index}
+        lines.append({**nothing, "format": name, **bits})
+    return format_table(COLUMNS, lines, texts=3, section="shape", title=title)
 
 
 def report_fuzz(result: Fuzzed) -> str:
@@ -191,35 +175,32 @@ def report_fuzz(result: Fuzzed) -> str:
     )
 
 
-def bench_wire(
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", help="Write the rows to this CSV file.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where to encode and decode: cpu or cuda.")] = "cpu",
-    repeats: Annotated[int, typer.Option(help="Timed calls; the median is shown.")] = 5,
-    fuzz_payloads: Annotated[
-        int, typer.Option("--fuzz", help="Decode so many spoiled payloads instead of measuring.")
-    ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the fuzzer.")] = 0,
-    dry_run: DryRun = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Spoiled:
+    """A fuzzer instead of a measurement."""
+
+    fuzz: int = 0
+    """Decode so many spoiled payloads instead of measuring."""
+    seed: int = 0
+    """Of the fuzzer."""
+
+
+@command
+def bench_wire(*, timed: Timed, spoiled: Spoiled, dry_run: DryRun = False) -> None:
     """Measure bits per entry and encode and decode times of the wire formats, on one CPU thread or one GPU.
 
     thinwire bench wire --csv benchmarks/wire-cpu.csv
     """
-    if repeats < 1:
-        raise UsageError(f"--repeats is {repeats}; it must be at least 1")
     if dry_run:
-        check_device_name(device)
-        fuzzed = [f"{fuzz_payloads} spoiled payloads, seed {seed}"]
-        show_plan(fuzzed if fuzz_payloads > 0 else list_cases(), device)
+        fuzzed = [f"{spoiled.fuzz} spoiled payloads, seed {spoiled.seed}"]
+        show_plan(fuzzed if spoiled.fuzz > 0 else list_cases(), timed.device)
         return
-    where, hardware = choose_device(device)
+    where, hardware = choose_device(timed.device)
     console = make_console()
-    if fuzz_payloads > 0:
-        console.print(report_fuzz(fuzz(fuzz_payloads, seed=seed)))
+    if spoiled.fuzz > 0:
+        console.print(report_fuzz(fuzz(spoiled.fuzz, seed=spoiled.seed)))
         return
-    rows = list(measure_all(where, repeats))
+    rows = list(measure_all(where, timed.repeats))
     console.print(wire_table(rows, f"Bits per entry; times on {hardware}"))
-    if csv_file is not None:
-        write_text(csv_file, to_csv(rows, hardware))
+    if timed.csv is not None:
+        write_text(timed.csv, to_csv(rows, hardware))

@@ -7,8 +7,8 @@ intersected, and no rank's contribution at a chosen place waits.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from thinwire.exchange.base import Exchange, Offer, Outcome
 from thinwire.exchange.common import (
     INDEX_DTYPE,
     NO_ENTRY,
+    ask,
     count_by_slot,
     flags_request,
     keep_alone,
@@ -27,7 +28,8 @@ from thinwire.exchange.common import (
     wire_dtype,
     zero_update,
 )
-from thinwire.exchange.requests import AllGather, AllReduce, AllToAll, Broadcast, Program
+from thinwire.exchange.requests import Broadcast, Program, Sum, together
+from thinwire.exchange.sums import sum_by_owners
 from thinwire.select.base import Picks
 
 
@@ -35,6 +37,7 @@ class AgreedPlaces(Exchange):
     """1. Agree on places.  2. Add everybody's values there.  3. Every rank clears what it contributed."""
 
     sums_on_the_way = True
+    offers_all = False
 
     def run(self, offer: Offer) -> Program[Outcome]:
         if offer.place.world == 1:
@@ -64,7 +67,7 @@ class CyclicLeader(AgreedPlaces):
     """
 
     def agree(self, offer: Offer) -> Program[Tensor]:
-        leader = min(offer.steps, default=0) % offer.place.world
+        leader = min(offer.counts, default=0) % offer.place.world
         table = offer.codec.table
         device = offer.account.c.device
         places = torch.full((table.entries,), NO_ENTRY, dtype=INDEX_DTYPE, device=device)
@@ -89,15 +92,15 @@ def filled(picks: Picks) -> Tensor:
 
 
 def sums_by_owner(offer: Offer) -> bool:
-    """Whether values are added by owners in rank order instead of by the backend's all-reduce."""
-    return offer.deterministic or wire_dtype(offer) != torch.float32
+    """Whether owners add the values: an all-reduce would round a narrow wire at every addition and lose that."""
+    return wire_dtype(offer) != torch.float32
 
 
 def contribute(offer: Offer, places: Tensor) -> Program[Outcome]:
     """Add all ranks' values at agreed places, [m] or [world, m]: row p is then added up by rank p.
 
     1. Write off this rank's values there, as the wire rounds them.
-    2. Sum over ranks; with a narrow wire or `deterministic` by `ordered_total`, else by one all-reduce.
+    2. Sum over ranks; with a narrow wire by owners, who keep what rounding their sums loses, else by one all-reduce.
     3. Slots no rank had a gradient for get no update, and their entries return to memory.
     """
     account, table = offer.account, offer.codec.table
@@ -112,14 +115,26 @@ def contribute(offer: Offer, places: Tensor) -> Program[Outcome]:
     account.write_off(positions.view(-1), sent.view(-1))
     flags_and_bad = flags_request(offer, ~mine.isfinite().all())
     empty = (~taken).sum(-1) * wire.element_size()
+    phase = f"{offer.phase}/values"
     if sums_by_owner(offer):
-        flags, total = yield from ordered_total(offer, wire, positions, slots, flags_and_bad, empty)
+        rank = offer.place.rank
+        summing = sum_by_owners(
+            wire,
+            phase,
+            sum_dtype=account.c.dtype,
+            rounding=partial(to_wire, dtype=wire.dtype),
+            padding_bytes=travelling(empty, rank),
+            own_padding_bytes=empty[rank],
+        )
+        flags, (summed, lost) = yield from together([ask(flags_and_bad), summing])
+        used_slots, non_finite = read_flags(flags)
+        kept = used_slots[slots[rank]] & lost.isfinite()
+        account.give_back(positions[rank], torch.where(kept, lost, 0.0))
     else:
-        phase = f"{offer.phase}/values"
-        request = AllReduce(wire.view(-1).clone(), phase, padding_bytes=empty.sum())
+        request = Sum(wire.view(-1).clone(), phase, padding_bytes=empty.sum())
         flags, summed = yield flags_and_bad, request
-        total = summed.view(wire.shape).to(account.c.dtype)
-    used_slots, non_finite = read_flags(flags)
+        used_slots, non_finite = read_flags(flags)
+    total = summed.view(wire.shape).to(account.c.dtype)
     used = used_slots[slots]
     account.give_back(positions.view(-1), torch.where(used, 0.0, sent).view(-1))
     accepted = torch.where(used & taken, total, 0.0).view(-1)
@@ -133,32 +148,3 @@ def in_shares(places: Tensor, world: int) -> Tensor:
     """[m] as [world, ceil(m / world)], filled up with NO_ENTRY."""
     missing = -places.numel() % world
     return torch.cat([places, places.new_full((missing,), NO_ENTRY)]).view(world, -1)
-
-
-def ordered_total(
-    offer: Offer,
-    wire: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    flags_and_bad: AllReduce,
-    empty: Tensor,
-) -> Program[Sequence[Tensor]]:
-    """(flags, sum of `wire` [world, m] over ranks in rank order), with every number on the wire in `wire`'s dtype.
-
-    1. Each rank sends row p to rank p, which adds the rows it got in the memory's dtype, rank 0 first.
-    2. Rank p rounds its sums to the wire; what that loses goes to its own memory.
-    3. The sums are gathered.
-    """
-    rank, account = offer.place.rank, offer.account
-    phase = f"{offer.phase}/values"
-    exchange = AllToAll(wire, phase, padding_bytes=travelling(empty, rank))
-    flags, pieces = yield flags_and_bad, exchange
-    total = pieces[0].to(account.c.dtype)
-    for piece in pieces[1:]:
-        total = total + piece
-    rounded = to_wire(total, wire.dtype)
-    used_slots, _ = read_flags(flags)
-    lost = torch.where(used_slots[slots[rank]], total - rounded, 0.0)
-    account.give_back(positions[rank], torch.where(lost.isfinite(), lost, 0.0))
-    (gathered,) = yield (AllGather(rounded, phase, padding_bytes=empty[rank]),)
-    return flags, gathered.to(account.c.dtype)

@@ -3,52 +3,68 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from thinwire.described import Described
 from thinwire.exchange.requests import Place, Program
-from thinwire.layout import Shard
+from thinwire.forms import Formed
+from thinwire.kernels.journal import Journal
+from thinwire.layout import RowTable, Shard, SlotRows
 from thinwire.memory.account import Account
-from thinwire.select.base import Picks, Selector
-from thinwire.select.rows import RowTable, SlotRows
+from thinwire.select.base import Picks, Selector, Turn
+from thinwire.select.scaled import Divisor, pick_in_scale
 from thinwire.wire.codec import Codec, Flags, Header
 
-
-class RowPicker(Protocol):
-    """Selects on any rows of the group's slots."""
-
-    def __call__(self, table: RowTable, members: Sequence[int], c: Tensor | None = None) -> Picks:
-        """`members` says which slots the rows belong to; `c` is the flat gradient they lie in, None = the account's."""
+PICKED_ENTRIES = "entries that Offer.pick chose, added on the way"
+"""The form of exchanges without a state that ask an offer for its account, its flags and its `pick` alone."""
 
 
 @dataclass(frozen=True, eq=False)
-class Offer:
-    """What one rank brings to an exchange in one step: (c, selection, codec) and where it stands."""
+class Offer(Described):
+    """What one rank brings to an exchange in one step."""
 
     account: Account
     """The compensated gradient c, and the book in which what is sent is written off."""
-    pick: Callable[[], Picks]
+    selection: Turn
+    """How entries of c are chosen in this step."""
     codec: Codec
+    """The rows of the group's slots, and how entries are written down."""
     flags: Flags
+    """What this rank knows of its gradient beforehand."""
     place: Place
+    """Which rank this is, among how many."""
     phase: str
-    steps: Sequence[int] = ()
+    """The name under which bytes are counted."""
+    counts: Sequence[int] = ()
     """How often each slot has been exchanged before; the same on all ranks."""
-    deterministic: bool = False
-    """Sum dense parts in rank order, so that bits do not depend on the bucketing."""
-    pick_rows: RowPicker | None = None
-    """The same selection on other rows."""
-    selector: Selector | None = None
-    """The selection, if it looks at nothing but c and rows: ranks in one process may then select together."""
-    usual_rows: Callable[[], Sequence[SlotRows]] | None = None
+    usual_rows: Sequence[SlotRows] = ()
     """The rows by which the plan decides, whatever the turn: what belongs to a slot for good is cut by these."""
+    divisor: Divisor | None = None
+    """The scale in which magnitudes are compared, where it is not that of c itself."""
+
+    picks: Picks | None = None
+    """This rank's choice on the codec's rows, where kernels have made it already."""
+
+    def pick(self) -> Picks:
+        """This rank's choice on the codec's rows."""
+        if self.picks is not None:
+            return self.picks
+        c, table = self.account.c, self.codec.table
+        if self.divisor is None:
+            return self.selection.pick(c, table)
+        return pick_in_scale(self.selection, c, table, self.divisor)
+
+    def pick_on(self, table: RowTable, members: Sequence[int], c: Tensor) -> Picks:
+        """The same selection on other rows, which lie in the flat gradient `c`; `members` are the slots they belong to."""
+        return self.selection.only(members).pick(c, table)
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class Outcome(Described):
     """What every rank holds afterwards, bit for bit the same."""
 
     update: Tensor
@@ -56,26 +72,38 @@ class Outcome:
     non_finite: Tensor
     """bool []: some rank's gradient was not finite."""
     header: Header | None = None
+    """What all ranks said beside their entries, where payloads have headers."""
     sent: Tensor | None = None
     """int [slots]: entries this rank sent, where the exchange decides that."""
     delivered: bool = False
     """Whether the update is in the bucket already, and `non_finite` tells of sums that overflowed too."""
 
 
-class Exchange(ABC):
+class Exchange(Formed, ABC):
     """A frozen setting that runs as a generator of collective requests.
 
     Contract: what the offer's account has written off and not been given back when the program ends is this
     rank's accepted contribution; world x update = sum over ranks of the accepted contributions.
     """
 
+    computed_by: ClassVar[tuple[str, ...]] = ("run",)
+
     host_sync_free: bool = True
     """Whether a step on an accelerator never makes the host wait."""
+    offers_all: bool = True
+    """Whether every rank selects in all of its gradient, so that nothing is overlooked that is not finite."""
     moves_memory: bool = False
     """Whether what is held back may move to another rank, so that a rank cannot tell what of its own was sent."""
+    keeps_choice: bool = False
+    """Whether a rank sends just what `Offer.pick` chose: values of several ranks are never compared."""
     sums_on_the_way: bool = False
     """Whether values are added before they reach everybody: they then travel as plain floating-point numbers,
     without selection notes, and the exchange counts the entries itself."""
+
+    @property
+    def host_sizes(self) -> frozenset[int]:
+        """Ranks per host, if it asks for something inside or between hosts; otherwise empty."""
+        return frozenset()
 
     @abstractmethod
     def run(self, offer: Offer) -> Program[Outcome]: ...
@@ -99,8 +127,14 @@ class Exchange(ABC):
 class ExchangeSession:
     """An exchange at work. This one has no state; exchanges that learn or cache override it."""
 
+    journal: Journal | None = None
+    """Where a session notes what steps change in it, so that one that is skipped leaves no trace; None if nobody asks."""
+
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
+
+    def keep_journal(self, journal: Journal) -> None:
+        self.journal = journal
 
     def run(self, offer: Offer) -> Program[Outcome]:
         return self.exchange.run(offer)

@@ -10,7 +10,7 @@ from thinwire.exchange.base import Offer, Outcome
 from thinwire.exchange.requests import Program
 from thinwire.exchange.shared_indices import SharedIndices, sum_flags, sum_values
 from thinwire.select.base import Selector
-from thinwire.select.chunks import ChunkChoice, chunk_rows, pick_chunks
+from thinwire.select.chunks import chunk_rows, pick_chunks
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,7 @@ class ChunkAllReduce(SharedIndices):
     """
 
     def objection(self, selector: Selector) -> str | None:
-        return (
-            None
-            if isinstance(selector, ChunkChoice)
-            else "sends whole chunks, as tw.ChunkTopK chooses them"
-        )
+        return None if selector.in_chunks else "sends whole chunks, as tw.ChunkTopK chooses them"
 
     def run(self, offer: Offer) -> Program[Outcome]:
         had_gradient, non_finite = yield from sum_flags(offer.flags, offer.place, offer.phase)
@@ -36,7 +32,7 @@ class ChunkAllReduce(SharedIndices):
         flat = torch.cat(norms).float() if norms else c[:0].float()
         sizes = [norm.numel() for norm in norms]
         total, _ = yield from sum_values(
-            flat, table, offer.place, torch.float32, offer.deterministic, f"{offer.phase}/norms"
+            flat, table, offer.place, torch.float32, f"{offer.phase}/norms"
         )
         picks = pick_chunks(c, table, list(total.split(sizes)))
         return (yield from self.exchange_picks(offer, picks, had_gradient, non_finite))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from thinwire.errors import ExchangeError
 from thinwire.exchange.base import Offer, Outcome
-from thinwire.exchange.requests import AllReduce
-from thinwire.select.rows import RowTable
-from thinwire.wire.values import FloatCode
+from thinwire.exchange.requests import Program, Request, Sum
+from thinwire.layout import RowTable
 
 INDEX_DTYPE = torch.int32
 NO_ENTRY = -1
@@ -35,7 +34,7 @@ def remembered(table: RowTable, key: Hashable, make: Callable[[], T]) -> T:
 
 def wire_dtype(offer: Offer) -> torch.dtype:
     code = offer.codec.values
-    if not isinstance(code, FloatCode):
+    if code.dtype is None:
         raise ExchangeError(
             f"values is {code.name!r}; an exchange that adds on the way takes 'fp32', 'bf16' or 'fp16'"
         )
@@ -89,18 +88,17 @@ def travelling(empty: Tensor, rank: int) -> Tensor:
     return (empty.sum() - empty[rank]) * (world / max(1, world - 1))
 
 
-def flags_request(offer: Offer, bad: Tensor) -> AllReduce:
+def flags_request(offer: Offer, bad: Tensor) -> Sum:
     """Which slots had a gradient on some rank, and whether anything was not finite anywhere."""
-    (request,) = flags_requests([offer], bad[None])
-    return request
+    non_finite = offer.flags.non_finite | bad
+    words = torch.cat([offer.flags.had_gradient, non_finite[None]]).to(torch.int32)
+    return Sum(words, f"{offer.phase}/flags", control_bytes=words.nbytes)
 
 
-def flags_requests(offers: Sequence[Offer], bad: Tensor) -> list[AllReduce]:
-    """The same for all ranks of a team."""
-    had = torch.stack([offer.flags.had_gradient for offer in offers])
-    non_finite = torch.stack([offer.flags.non_finite for offer in offers]) | bad
-    words = torch.cat([had, non_finite[:, None]], 1).to(torch.int32)
-    return [AllReduce(row, f"{offers[0].phase}/flags", row.nbytes) for row in words]
+def ask(request: Request) -> Program[Any]:
+    """One request as a program."""
+    (reply,) = yield (request,)
+    return reply
 
 
 def read_flags(reply: Tensor) -> tuple[Tensor, Tensor]:

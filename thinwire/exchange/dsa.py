@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.exchange.base import Exchange, Offer, Outcome
+from thinwire.exchange.base import PICKED_ENTRIES, Exchange, Offer, Outcome
 from thinwire.exchange.common import (
     count_by_slot,
     keep_alone,
@@ -21,7 +21,7 @@ from thinwire.exchange.common import (
     wire_dtype,
     zero_update,
 )
-from thinwire.exchange.requests import AllGather, Program
+from thinwire.exchange.requests import Gather, Program
 from thinwire.exchange.uneven import (
     Entries,
     count_everywhere,
@@ -47,6 +47,7 @@ class SplitGather(Exchange):
     """Share of the elements from which on regions travel dense."""
 
     host_sync_free = False
+    form = PICKED_ENTRIES
     sums_on_the_way = True
 
     def __post_init__(self) -> None:
@@ -60,17 +61,18 @@ class SplitGather(Exchange):
             return keep_alone(offer)
         table, account, world = offer.codec.table, offer.account, offer.place.world
         picks = offer.pick()
+        positions = table.positions(picks.indices)
         wire = to_wire(picks.values, wire_dtype(offer))
-        chosen = wire != 0
-        mine = Entries(table.positions(picks.indices)[chosen], wire[chosen])
-        sent = mine.values.to(account.c.dtype)
-        account.write_off(mine.positions, sent)
+        sent = wire.to(account.c.dtype)
+        account.write_off(positions, sent)
         share = -(-table.numel // world)
         bad = ~picks.values.isfinite().all()
-        sums, flags = yield from send_to_owners(offer, mine, mine.positions // share, bad)
+        # Zeros stay at home: they would add nothing.
+        owner = torch.where(wire != 0, positions // share, world)
+        sums, flags = yield from send_to_owners(offer, Entries(positions, wire), owner, bad)
         used, non_finite = read_flags(flags)
-        slots = slot_of(mine.positions, table)
-        account.give_back(mine.positions, torch.where(used[slots], 0.0, sent))
+        slots = table.entry_slots(positions.device).long()
+        account.give_back(positions, torch.where(used[slots], 0.0, sent))
         sums = sums.at(used[slot_of(sums.positions, table)])
         rounded, lost = round_sums(offer, sums)
         account.give_back(sums.positions, lost)
@@ -82,7 +84,7 @@ class SplitGather(Exchange):
             update = zero_update(offer)
             update[gathered.positions] = gathered.values.to(update.dtype)
         non_finite = non_finite | ~update.isfinite().all()
-        entries = count_by_slot(torch.ones_like(slots), slots, table)
+        entries = count_by_slot(wire != 0, slots, table)
         return Outcome(update.mul_(1 / world), non_finite, sent=entries)
 
 
@@ -90,6 +92,6 @@ def gather_regions(offer: Offer, sums: Entries, share: int) -> Program[Tensor]:
     """Everybody's region as plain numbers."""
     region = torch.zeros(share, dtype=sums.values.dtype, device=sums.values.device)
     region[sums.positions - offer.place.rank * share] = sums.values
-    (gathered,) = yield (AllGather(region, f"{offer.phase}/regions"),)
+    (gathered,) = yield (Gather(region, f"{offer.phase}/regions"),)
     update = zero_update(offer)
     return update.copy_(gathered.reshape(-1)[: update.numel()])

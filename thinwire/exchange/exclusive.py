@@ -17,8 +17,8 @@ from thinwire.exchange.agreed import AgreedPlaces, filled
 from thinwire.exchange.base import Offer
 from thinwire.exchange.common import INDEX_DTYPE, NO_ENTRY, remembered
 from thinwire.exchange.regions import block_bits, deal_blocks
-from thinwire.exchange.requests import AllGather, Program
-from thinwire.select.rows import RowTable, SlotRows
+from thinwire.exchange.requests import Gather, Program
+from thinwire.layout import RowTable, SlotRows
 
 # With fewer rows per part than this, one row more or less would unbalance the parts.
 ROWS_PER_PART = 8
@@ -46,7 +46,7 @@ class Exclusive(AgreedPlaces):
 
 def gather_places(offer: Offer, parts: Parts) -> Program[Tensor]:
     """Select in this rank's part and gather everybody's places."""
-    turns = parts.turns(offer.steps)
+    turns = parts.turns(offer.counts)
     capacity = parts.capacity(turns)
     device = offer.account.c.device
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
@@ -54,7 +54,7 @@ def gather_places(offer: Offer, parts: Parts) -> Program[Tensor]:
     places = torch.full((capacity,), NO_ENTRY, dtype=INDEX_DTYPE, device=device)
     places[: chosen.numel()] = chosen.to(INDEX_DTYPE)
     empty = (places < 0).sum() * places.element_size()
-    (gathered,) = yield (AllGather(places, f"{offer.phase}/places", padding_bytes=empty),)
+    (gathered,) = yield (Gather(places, f"{offer.phase}/places", padding_bytes=empty),)
     return gathered.long()
 
 
@@ -64,14 +64,15 @@ class Parts:
     def __init__(self, table: RowTable, world: int, device: torch.device) -> None:
         self.world = world
         self.numel = table.numel
+        self.device = device
         self.cuts: list[RowCut | BlockCut] = [cut(rows, world, device) for rows in table.rows]
         self._starts = [zlib.crc32(rows.slot.name.encode()) % world for rows in table.rows]
-        self._tables: dict[tuple[tuple[int, ...], tuple[int, ...]], RowTable] = {}
+        self._samples: dict[tuple[int, ...], list[RowSample | BlockSample]] = {}
         self._capacities: dict[tuple[int, ...], int] = {}
 
-    def turns(self, steps: Sequence[int]) -> tuple[int, ...]:
-        """Per slot: the part that rank 0 has at this step."""
-        counts = steps or [0] * len(self._starts)
+    def turns(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Per slot: the part that rank 0 has after so many exchanges."""
+        counts = counts or [0] * len(self._starts)
         return tuple(
             (start + count) % self.world for start, count in zip(self._starts, counts, strict=True)
         )
@@ -91,50 +92,27 @@ class Parts:
 
     def select(self, offer: Offer, turns: tuple[int, ...]) -> list[Tensor]:
         """Flat positions this rank chooses in its parts, NO_ENTRY where a place stays empty."""
-        assert offer.pick_rows is not None
         mine = tuple((turn + offer.place.rank) % self.world for turn in turns)
-        runs = [w for w, one in enumerate(self.cuts) if isinstance(one, RowCut)]
-        blocks = [w for w, one in enumerate(self.cuts) if isinstance(one, BlockCut)]
-        c, found = offer.account.c, []
-        for members in (runs, blocks):
-            members = [which for which in members if self.cuts[which].entries(mine[which])]
-            if not members:
-                continue
-            sampled = isinstance(self.cuts[members[0]], BlockCut)
-            flat = self._sample(c, members, mine) if sampled else c
-            table = self._table(members, mine, flat.numel())
-            picks = offer.pick_rows(table, members, flat)
-            positions = table.positions(picks.indices)
-            if sampled:
-                positions = self._origins(picks.indices, table, members, mine)
+        if mine not in self._samples:
+            self._samples[mine] = self._cut_samples(mine)
+        found = []
+        for sample in self._samples[mine]:
+            picks = offer.pick_on(sample.table, sample.members, sample.take(offer.account.c))
+            positions = sample.positions(picks.indices)
             found.append(torch.where(filled(picks), positions, NO_ENTRY))
         return found
 
-    def _blocks(self, members: Sequence[int]) -> list[BlockCut]:
-        return [one for which in members if isinstance(one := self.cuts[which], BlockCut)]
-
-    def _sample(self, c: Tensor, members: Sequence[int], mine: tuple[int, ...]) -> Tensor:
-        cuts = self._blocks(members)
-        return torch.cat([one.take(c, mine[w]) for one, w in zip(cuts, members, strict=True)])
-
-    def _origins(
-        self, indices: Tensor, table: RowTable, members: Sequence[int], mine: tuple[int, ...]
-    ) -> Tensor:
-        """Where the chosen elements of a sample lie in the group."""
-        cuts = enumerate(zip(self._blocks(members), members, strict=True))
-        return torch.cat(
-            [one.positions(indices[table.slot_slice(row)], mine[w]) for row, (one, w) in cuts]
-        )
-
-    def _table(self, members: Sequence[int], mine: tuple[int, ...], numel: int) -> RowTable:
-        key = (tuple(members), mine)
-        if key not in self._tables:
-            rows, offset = [], 0
-            for which in members:
-                rows.append(self.cuts[which].rows_of(mine[which], offset))
-                offset += rows[-1].length
-            self._tables[key] = RowTable(rows, numel)
-        return self._tables[key]
+    def _cut_samples(self, mine: tuple[int, ...]) -> list[RowSample | BlockSample]:
+        """What a rank selects from that has part mine[w] of slot w."""
+        busy = [w for w, one in enumerate(self.cuts) if one.entries(mine[w])]
+        runs = [(w, one.parts[mine[w]]) for w in busy if isinstance(one := self.cuts[w], RowCut)]
+        blocks = [(w, one) for w in busy if isinstance(one := self.cuts[w], BlockCut)]
+        samples: list[RowSample | BlockSample] = []
+        if runs:
+            samples.append(RowSample(runs, self.numel))
+        if blocks:
+            samples.append(BlockSample(blocks, mine, self.device))
+        return samples
 
 
 def cut(rows: SlotRows, world: int, device: torch.device) -> RowCut | BlockCut:
@@ -157,9 +135,6 @@ class RowCut:
 
     def entries(self, part: int) -> int:
         return self.parts[part].entries
-
-    def rows_of(self, part: int, offset: int) -> SlotRows:
-        return self.parts[part]
 
 
 class BlockCut:
@@ -198,16 +173,66 @@ class BlockCut:
             keep=self.keeps[part],
         )
 
-    def take(self, flat: Tensor, part: int) -> Tensor:
-        """The part's elements, block after block; zeros beyond the end of the slot."""
-        places = self.starts[part][:, None] + torch.arange(self.block, device=flat.device)
-        values = flat[places.clamp(max=self.end - 1)]
-        return torch.where(places < self.end, values, 0.0).reshape(-1)
 
-    def positions(self, indices: Tensor, part: int) -> Tensor:
-        """Flat positions of indices into `take`; NO_ENTRY beyond the end of the slot."""
-        places = self.starts[part][indices // self.block] + indices % self.block
-        return torch.where(places < self.end, places, NO_ENTRY)
+class RowSample:
+    """Runs of rows, which are selected from where they are."""
+
+    def __init__(self, runs: Sequence[tuple[int, SlotRows]], numel: int) -> None:
+        self.members = [w for w, _ in runs]
+        self.table = RowTable([rows for _, rows in runs], numel)
+
+    def take(self, flat: Tensor) -> Tensor:
+        return flat
+
+    def positions(self, indices: Tensor) -> Tensor:
+        """Flat positions of row-local indices."""
+        return self.table.positions(indices)
+
+
+class BlockSample:
+    """The blocks of a rank's parts of some slots, taken out of the group: all that have one size at once."""
+
+    def __init__(
+        self, cuts: Sequence[tuple[int, BlockCut]], mine: tuple[int, ...], device: torch.device
+    ) -> None:
+        # Slots with blocks of one size side by side.
+        cuts = sorted(cuts, key=lambda one: one[1].block)
+        self.members = [w for w, _ in cuts]
+        rows, offset = [], 0
+        for w, one in cuts:
+            rows.append(one.rows_of(mine[w], offset))
+            offset += rows[-1].length
+        self.table = RowTable(rows, offset)
+        starts = [one.starts[mine[w]] for w, one in cuts]
+        self.starts = torch.cat(starts)
+        """Where each block begins in the group."""
+        counts = torch.tensor([len(one) for one in starts])
+        firsts, sizes = counts.cumsum(0) - counts, torch.tensor([one.block for _, one in cuts])
+        ends = torch.tensor([one.end for _, one in cuts])
+        self._by_slot = torch.stack([firsts, sizes, ends]).to(device)
+        """[3, slots]: the first block of a slot's part, the size of its blocks, where the slot ends in the group."""
+        by_block = ends.repeat_interleave(counts).to(device)
+        self._alike: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Blocks of one size: where they begin, where their slots end, and the places inside a block."""
+        for size in sizes.unique().tolist():
+            chosen = slice(*(counts[sizes < size].sum(), counts[sizes <= size].sum()))
+            inside = torch.arange(size, device=device)
+            self._alike.append((self.starts[chosen, None], by_block[chosen, None], inside))
+
+    def take(self, flat: Tensor) -> Tensor:
+        """The elements, block after block; zeros beyond the end of a slot."""
+        parts = []
+        for starts, ends, inside in self._alike:
+            places = starts + inside
+            values = flat[torch.minimum(places, ends - 1)]
+            parts.append(torch.where(places < ends, values, 0.0).view(-1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def positions(self, indices: Tensor) -> Tensor:
+        """Flat positions of indices into each slot's blocks; NO_ENTRY beyond the end of the slot."""
+        first, size, end = self._by_slot[:, self.table.entry_slots(indices.device).long()]
+        places = self.starts[first + indices // size] + indices % size
+        return torch.where(places < end, places, NO_ENTRY)
 
 
 def share(total: int, part: int, world: int) -> tuple[int, int]:

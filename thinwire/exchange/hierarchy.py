@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,22 +24,20 @@ from thinwire.errors import UsageError
 from thinwire.exchange.base import Exchange, ExchangeSession, Offer, Outcome
 from thinwire.exchange.common import remembered
 from thinwire.exchange.exclusive import share
-from thinwire.exchange.network import Network
 from thinwire.exchange.requests import (
     BETWEEN,
     INSIDE,
-    AllGather,
-    AllReduce,
     AllToAll,
+    Gather,
     Place,
     Program,
-    Request,
+    Sum,
+    rescoped,
 )
 from thinwire.exchange.split import SplitReduce
-from thinwire.layout import Shard, Slot
+from thinwire.kernels.journal import Journal
+from thinwire.layout import RowTable, Shard, Slot, SlotRows
 from thinwire.memory.account import Account
-from thinwire.select.base import Picks
-from thinwire.select.rows import RowTable, SlotRows
 from thinwire.validate import check_instance, check_positive_int
 from thinwire.wire.codec import Codec, Flags
 
@@ -52,6 +50,7 @@ class Hierarchical(Exchange):
     """
 
     outer: Exchange = field(default_factory=SplitReduce)
+    """The exchange between hosts."""
     per_host: int | None = None
     """Ranks per host; None takes LOCAL_WORLD_SIZE, which torchrun sets."""
 
@@ -59,7 +58,9 @@ class Hierarchical(Exchange):
     moves_memory = True
 
     def __post_init__(self) -> None:
-        check_instance("outer", self.outer, Exchange, "an exchange such as tw.SplitReduce()")
+        check_instance(
+            "outer", self.outer, Exchange, "an exchange such as tw.exchange.SplitReduce()"
+        )
         if self.per_host is None:
             if "LOCAL_WORLD_SIZE" not in os.environ:
                 raise UsageError(
@@ -68,16 +69,17 @@ class Hierarchical(Exchange):
             object.__setattr__(self, "per_host", int(os.environ["LOCAL_WORLD_SIZE"]))
         check_positive_int("per_host", self.per_host)
 
-    @classmethod
-    def from_mesh(cls, mesh: Any, outer: Exchange | None = None) -> Hierarchical:
-        """From a two-dimensional DeviceMesh [hosts, ranks of a host]."""
-        if mesh.ndim != 2:
-            raise UsageError(f"mesh has {mesh.ndim} dimensions; it must have two, hosts and ranks")
-        return cls(outer=outer or SplitReduce(), per_host=mesh.size(1))
-
     @property
     def host_sync_free(self) -> bool:  # type: ignore[override]
         return self.outer.host_sync_free
+
+    @property
+    def offers_all(self) -> bool:  # type: ignore[override]
+        return self.outer.offers_all
+
+    @property
+    def host_sizes(self) -> frozenset[int]:
+        return frozenset({self.local})
 
     @property
     def local(self) -> int:
@@ -100,20 +102,14 @@ class Hierarchical(Exchange):
         return self.outer.entry_bits(value_bits, index_bits, hosts) / self.local
 
 
-def join_hosts(network: Network, host_sizes: Iterable[int]) -> None:
-    """Make the groups that the methods of a plan need; every rank calls it with the same sizes."""
-    sizes = set(host_sizes)
-    if len(sizes) > 1:
-        raise UsageError(f"per_host is {sorted(sizes)} in one plan; it must be the same everywhere")
-    for per_host in sizes:
-        network.add_hosts(per_host)
-
-
 class HierarchicalSession(ExchangeSession):
     def __init__(self, setting: Hierarchical) -> None:
         super().__init__(setting)
         self.setting = setting
         self.outer = setting.outer.session()
+
+    def keep_journal(self, journal: Journal) -> None:
+        self.outer.keep_journal(journal)
 
     def state_dict(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         return self.outer.state_dict(names)
@@ -127,9 +123,9 @@ class HierarchicalSession(ExchangeSession):
             raise UsageError(f"per_host is {local}; it must divide the number of ranks, {world}")
         table, account = offer.codec.table, offer.account
         device = account.c.device
-        usual = offer.usual_rows or (lambda: table.rows)
+        usual = offer.usual_rows or table.rows
         shards = remembered(
-            table, ("shards", local, device), lambda: Shards(table, usual(), local, device)
+            table, ("shards", local, device), lambda: Shards(table, usual, local, device)
         )
         mine = offer.place.rank % local
         summed, flags = yield from self._gather_shard(offer, shards, mine)
@@ -139,8 +135,9 @@ class HierarchicalSession(ExchangeSession):
             lambda: Codec(shards.tables[mine], offer.codec.values, offer.codec.indices),
         )
         place = Place(offer.place.rank // local, world // local)
-        inner = _offer_of_shard(offer, Account(summed), codec, flags, place)
-        outcome: Outcome = yield from between(self.outer.run(inner))
+        # The outer exchange's view: the shard is its whole gradient.
+        inner = replace(offer, account=Account(summed), codec=codec, flags=flags, place=place)
+        outcome: Outcome = yield from rescoped(self.outer.run(inner), BETWEEN)
         account.give_back(shards.positions[mine], summed)
         update, bad = yield from _gather_update(offer, shards, outcome)
         sent = outcome.sent
@@ -158,52 +155,16 @@ class HierarchicalSession(ExchangeSession):
         offer.account.write_off(everything, c[everything])
         words = torch.cat([offer.flags.had_gradient, offer.flags.non_finite[None]]).to(torch.int32)
         flags, arrived = yield (
-            AllReduce(words, f"{offer.phase}/inside/flags", words.nbytes, scope=INSIDE),
+            Sum(words, f"{offer.phase}/inside/flags", control_bytes=words.nbytes, scope=INSIDE),
             AllToAll(pieces, f"{offer.phase}/inside/shards", scope=INSIDE),
         )
         total = arrived[0].clone()
         for piece in arrived[1:]:
             total += piece
         summed = total[: shards.tables[mine].numel]
-        return summed, Flags(non_finite=flags[-1] > 0, had_gradient=flags[:-1] > 0)
-
-
-def _offer_of_shard(
-    offer: Offer, account: Account, codec: Codec, flags: Flags, place: Place
-) -> Offer:
-    """The outer exchange's view: the shard is its whole gradient."""
-    assert offer.pick_rows is not None
-    select = offer.pick_rows
-
-    def pick() -> Picks:
-        return select(codec.table, range(len(codec.table.rows)), account.c)
-
-    def pick_rows(table: RowTable, members: Sequence[int], c: Tensor | None = None) -> Picks:
-        return select(table, members, account.c if c is None else c)
-
-    return replace(
-        offer,
-        account=account,
-        pick=pick,
-        codec=codec,
-        flags=flags,
-        place=place,
-        pick_rows=pick_rows,
-    )
-
-
-def between(program: Program[Any]) -> Program[Any]:
-    """The same program, asked of the ranks that hold the same shard on the other hosts."""
-    try:
-        batch = next(program)
-        while True:
-            batch = program.send((yield tuple(_rescoped(request) for request in batch)))
-    except StopIteration as finished:
-        return finished.value
-
-
-def _rescoped(request: Request) -> Request:
-    return replace(request, scope=BETWEEN)
+        # The sum can overflow where nobody selects.
+        bad = (flags[-1] > 0) | ~summed.isfinite().all()
+        return summed, Flags(non_finite=bad, had_gradient=flags[:-1] > 0)
 
 
 def _gather_update(
@@ -215,8 +176,12 @@ def _gather_update(
     message[: update.numel()] = update
     message[-1] = outcome.non_finite.to(update.dtype)
     padding = (shards.longest - update.numel()) * update.element_size()
-    request = AllGather(
-        message, f"{offer.phase}/inside/update", update.element_size(), padding, INSIDE
+    request = Gather(
+        message,
+        f"{offer.phase}/inside/update",
+        control_bytes=update.element_size(),
+        padding_bytes=padding,
+        scope=INSIDE,
     )
     (gathered,) = yield (request,)
     whole = torch.zeros_like(offer.account.c)

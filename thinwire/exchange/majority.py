@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.exchange.requests import AllGather, AllToAll, Place, Program
+from thinwire.exchange.requests import AllToAll, Gather, Place, Program
 
 BITS = 8
 
@@ -42,7 +42,7 @@ def vote_by_majority(values: Tensor, place: Place, abstain: bool, phase: str) ->
         (ballots,) = yield (AllToAll(_write(votes, abstain), phase),)
         tally = _read(ballots, abstain).sum(0, dtype=torch.int32)
         verdict = tally.sign().to(torch.int8)[None]
-        (gathered,) = yield (AllGather(_write(verdict, abstain).view(-1), phase),)
+        (gathered,) = yield (Gather(_write(verdict, abstain).view(-1), phase),)
         votes = _read(gathered, abstain)
     elif not abstain:
         votes = torch.where(votes >= 0, 1, -1)
@@ -75,7 +75,7 @@ def gather_scaled_signs(
     payload = torch.cat([words.view(torch.uint8), pack_bits(padded)])
     gathered = payload[None]
     if place.world > 1:
-        (gathered,) = yield (AllGather(payload, phase, words.nbytes),)
+        (gathered,) = yield (Gather(payload, phase, control_bytes=words.nbytes),)
     head = words.nbytes
     all_words = gathered[:, :head].reshape(-1).view(torch.float32).view(place.world, -1)
     return all_words, unpack_bits(gathered[:, head:].contiguous())[:, :count]

@@ -1,12 +1,12 @@
 """Messages of fixed size for split-and-reduce: so many places per slot and owner, whatever the data.
 
 An entry is an int32 index inside the owner's region and a value in the wire's dtype. Places that no entry took hold
-NO_ENTRY. Nothing here makes the host wait. Tensors begin with a dimension of ranks: one, or all of a team.
+NO_ENTRY. Nothing here makes the host of an accelerator wait.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,154 +15,171 @@ from torch import Tensor
 from thinwire.errors import WireError
 from thinwire.exchange.common import INDEX_DTYPE, NO_ENTRY, typed
 from thinwire.exchange.regions import HashedRegions
-from thinwire.exchange.segments import Segments
-from thinwire.exchange.threshold import MAGNITUDE_BITS, magnitude_bits
-from thinwire.select.rows import RowTable
 
-LARGEST_CAPACITY = 1.5
 INDEX_BYTES = INDEX_DTYPE.itemsize
+MAGNITUDE_BITS = 31
+LAST = (1 << MAGNITUDE_BITS) - 1
+"""The sorting key of what is not there."""
+
+
+def magnitude_bits(values: Tensor) -> Tensor:
+    """int32 with the order of |values|."""
+    return values.abs().float().view(torch.int32)
+
+
+def falling(values: Tensor, present: Tensor) -> Tensor:
+    """int32 that sorts values by falling magnitude; those that are not `present` come last. 0 counts as the smallest number."""
+    return torch.where(present, LAST - magnitude_bits(values).clamp_(min=1), LAST)
 
 
 class Places:
-    """How many places each slot has in a message to one owner, and where they begin.
+    """How many places each slot has in a message to or from one owner, and where they begin.
 
     The entries of one slot for one owner are a box.
     """
 
-    def __init__(
-        self, table: RowTable, regions: HashedRegions, world: int, capacity: float
-    ) -> None:
+    def __init__(self, regions: HashedRegions, counts: Sequence[int], world: int) -> None:
         device = regions.device
-        entries = [rows.entries for rows in table.rows]
-        counts = torch.tensor([capacity_of(k, world, capacity) for k in entries])
-        starts = counts.cumsum(0) - counts
+        sizes = torch.tensor(counts)
+        starts = sizes.cumsum(0) - sizes
         self.world = world
-        self.total = int(counts.sum())
-        self.size = regions.size
-        self.entries = torch.tensor(entries, device=device)
-        """How many entries each slot may keep."""
-        self.starts = starts.to(device)
-        self.stops = (starts + counts).to(device)
+        self.total = sum(counts)
+        self.sizes = list(counts)
+        """By slot: how many places it has."""
+        self.regions = regions
+        self.slots = torch.arange(len(counts)).repeat_interleave(sizes).to(device)
+        """By place: its slot."""
+        self.turns = torch.arange(self.total, device=device) - starts.to(device)[self.slots]
+        """By place: how many places of its slot are before it."""
+        self.lookup = regions.lookup(self.slots)
+        self.lowest = regions.edges[self.slots].to(INDEX_DTYPE)
+        """By place: the smallest index that may be in it, and the largest."""
+        self.highest = (regions.edges[self.slots + 1] - 1).to(INDEX_DTYPE)
+        self.owners = torch.arange(world, device=device)[:, None]
         firsts = (torch.arange(world)[:, None] * self.total + starts).view(-1)
         nowhere = torch.zeros(1, dtype=torch.int64)
         self.box_starts = torch.cat([firsts, nowhere]).to(device)
         """By box, and one more for what has no place: where it begins in all messages of a rank."""
-        self.box_stops = torch.cat([firsts + counts.repeat(world), nowhere]).to(device)
-        slots = torch.arange(len(entries)).repeat_interleave(counts).to(device)
-        self.lookup = regions.lookup(slots)
-        self.lowest = regions.edges.on_device[slots].to(INDEX_DTYPE)
-        """By place: the smallest index that may be in it, and the largest."""
-        self.highest = (regions.edges.on_device[slots + 1] - 1).to(INDEX_DTYPE)
-        self.owners = torch.arange(world, device=device)[:, None]
-        self._bounds: dict[int, Tensor] = {}
-
-    def box_bounds(self, ranks: int) -> Tensor:
-        """[ranks, boxes + 1]: the smallest key of every box."""
-        if ranks not in self._bounds:
-            boxes = torch.arange(self.box_starts.numel(), device=self.box_starts.device)
-            self._bounds[ranks] = (boxes << MAGNITUDE_BITS).repeat(ranks, 1)
-        return self._bounds[ranks]
-
-
-def capacity_of(entries: int, world: int, capacity: float) -> int:
-    """capacity x k/P rounded up, but never beyond 1.5 k/P: two messages of it then stay within 6k(P-1)/P words."""
-    wanted = math.ceil(capacity * entries / world)
-    return min(wanted, max(1, math.floor(LARGEST_CAPACITY * entries / world)))
+        self.box_rooms = torch.cat([sizes.repeat(world), nowhere]).to(device)
+        self.box_bounds = torch.arange(len(firsts) + 2, device=device)
 
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """The ranks' selected entries, and those of them that found a place in a message."""
+    """This rank's selected entries, and those of them that found a place in a message."""
 
     placed: Tensor
-    """bool [ranks, entries]"""
+    """bool [entries]"""
     indices: Tensor
-    """int32 [ranks, world, places]"""
+    """int32 [world, places]"""
     values: Tensor
-    """wire dtype [ranks, world, places]"""
+    """wire dtype [world, places]"""
 
 
 def propose(wire: Tensor, box: Tensor, index: Tensor, places: Places) -> Proposal:
-    """Sort selected entries [ranks, entries] into messages, the largest of every box first."""
-    ranks, entries = wire.shape
+    """Sort selected entries into messages, the largest of every box first, ties to the first entry."""
     nowhere = places.box_starts.numel() - 1
-    # One key orders by box, then by falling magnitude, then (stable) by index.
-    ends = (torch.where(wire != 0, box, nowhere) << MAGNITUDE_BITS) + ((1 << MAGNITUDE_BITS) - 1)
-    keys, order = (ends - magnitude_bits(wire)).sort(dim=1, stable=True)
-    box = keys >> MAGNITUDE_BITS
-    before = torch.searchsorted(keys, places.box_bounds(ranks))
-    # Place of an entry = where its box begins + entries of the box before it.
-    target = (places.box_starts - before).gather(1, box)
-    target += torch.arange(entries, device=wire.device)
+    box = torch.where(wire != 0, box, nowhere)
+    # One key orders by box, then by falling magnitude, then (stable) by entry.
+    keys, order = ((box << 32) + LAST - magnitude_bits(wire)).sort(stable=True)
+    box = keys >> 32
+    before = torch.searchsorted(box, places.box_bounds)
+    turn = torch.arange(wire.numel(), device=wire.device) - before[box]
     dump = places.world * places.total
-    target = torch.where(target < places.box_stops[box], target, dump)
-    target = torch.empty_like(target).scatter_(1, order, target)
-    shape = (ranks, dump + 1)
-    indices = torch.full(shape, NO_ENTRY, dtype=INDEX_DTYPE, device=wire.device)
-    indices.scatter_(1, target, index.to(INDEX_DTYPE))
-    values = torch.zeros(shape, dtype=wire.dtype, device=wire.device).scatter_(1, target, wire)
-    return Proposal(
-        target < dump,
-        indices[:, :-1].view(ranks, places.world, -1),
-        values[:, :-1].view(ranks, places.world, -1),
-    )
+    target = torch.where(turn < places.box_rooms[box], places.box_starts[box] + turn, dump)
+    target = torch.empty_like(target).scatter_(0, order, target)
+    indices = torch.full((dump + 1,), NO_ENTRY, dtype=INDEX_DTYPE, device=wire.device)
+    indices.scatter_(0, target, index.to(INDEX_DTYPE))
+    values = torch.zeros(dump + 1, dtype=wire.dtype, device=wire.device).scatter_(0, target, wire)
+    shape = (places.world, -1)
+    return Proposal(target < dump, indices[:-1].view(shape), values[:-1].view(shape))
 
 
-@dataclass(frozen=True, eq=False)
-class Owned:
-    """What ranks hold of the sum: [ranks, 1 + region], and where anything arrived at all. The first element, which is
-    always zero, is the dump of empty places.
-
-    A sum may be exactly zero and still be one, so `touched` is not `sums != 0`.
-    """
-
-    sums: Tensor
-    touched: Tensor
-
-
-def reduce_arrived(messages: Tensor, places: Places, wire: torch.dtype, sum_: torch.dtype) -> Owned:
-    """Add what arrived at each rank, [ranks, world, bytes], rank 0's first."""
-    ranks, width = messages.shape[0], places.size + 1
-    indices, values = unpack(messages, wire, places.lowest, places.highest)
-    begins = torch.arange(1, ranks * width, width, device=messages.device)[:, None, None]
-    target = indices + begins
-    sums = torch.zeros(ranks * width, dtype=sum_, device=messages.device)
-    touched = torch.zeros(ranks * width, dtype=torch.bool, device=messages.device)
-    add_by_rank(sums, target, values.to(sum_))
-    # Not `touched[...] = True`, which copies a number to the device and waits.
-    touched.index_fill_(0, target.view(-1), True)
-    sums = sums.view(ranks, width)
-    sums.select(1, 0).zero_()
-    return Owned(sums, touched.view(ranks, width))
+def add_arrived(indices: Tensor, values: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """[1 + region]: the sum of entries [world, places], rank 0's first. The first element, which is zero, is the dump of
+    empty places."""
+    target = indices.long() + 1
+    sums = torch.zeros(size + 1, dtype=dtype, device=values.device)
+    add_by_rank(sums, target, values.to(dtype))
+    sums[:1].zero_()
+    return sums
 
 
 def add_by_rank(sums: Tensor, target: Tensor, values: Tensor) -> None:
-    """sums[target] += values for [owners, world, m] entries, for each owner those of rank 0 first."""
+    """sums[target] += values for [world, m] entries, those of rank 0 first."""
     if sums.device.type == "cpu":
         # index_add_ on the CPU goes from front to back, which is rank order.
         sums.index_add_(0, target.view(-1), values.reshape(-1))
         return
-    by_source = zip(target.unbind(1), values.unbind(1), strict=True)
-    for row, numbers in by_source:
-        sums.index_add_(0, row.reshape(-1), numbers.reshape(-1))
+    for row, numbers in zip(target, values, strict=True):
+        sums.index_add_(0, row, numbers)
 
 
-def compact(winners: Tensor, segments: Segments, places: Places) -> Tensor:
-    """int32 [ranks, places]: the indices of each owner's winners, in order, as many as each slot has places for."""
-    up_to, at_edges = segments.count_up(winners)
-    target = up_to + segments.spread(places.starts - 1 - at_edges[:, :-1])
-    taken = winners & (target < segments.spread(places.stops))
-    target = torch.where(taken, target, places.total)
-    shape = (winners.shape[0], places.total + 1)
-    fit = torch.full(shape, NO_ENTRY, dtype=INDEX_DTYPE, device=winners.device)
-    index = torch.arange(winners.shape[1], dtype=INDEX_DTYPE, device=winners.device)
-    return fit.scatter_(1, target, index.expand_as(target))[:, :-1]
+def largest_by_slot(
+    values: Tensor, present: Tensor, slot: Tensor, slots: Tensor, turns: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(a place in `values`, whether there is one): of every slot the largest that are `present`, ties to the first.
+
+    `slot` says whose each value is. The answers' `slots` are given, and their `turns`: 0 for the largest of a slot, 1 for the next.
+    """
+    keys, order = ((slot << 32) + falling(values, present)).sort(stable=True)
+    at = torch.searchsorted(keys, slots << 32) + turns
+    at = at.clamp_(max=order.numel() - 1)
+    chosen = order[at]
+    return chosen, (keys[at] >> 32 == slots) & present[chosen]
 
 
-def positions_of(indices: Tensor, regions: HashedRegions, places: Places, empty: int) -> Tensor:
+def largest_sums(sums: Tensor, indices: Tensor, places: Places, back: Places) -> Tensor:
+    """int32 [places of `back`]: the largest sums of every slot where something arrived, ties to what arrived first.
+
+    `sums` has the dump of empty places first, `indices` [world, places] are all that arrived. A sum may be exactly zero and still
+    be one.
+    """
+    target = indices.reshape(-1).long() + 1
+    entries = torch.arange(target.numel(), dtype=INDEX_DTYPE, device=target.device)
+    first = torch.full_like(sums, target.numel(), dtype=INDEX_DTYPE)
+    first.scatter_reduce_(0, target, entries, "amin")
+    new = (first[target] == entries) & (target > 0)
+    slot = places.slots.expand(places.world, -1).reshape(-1)
+    chosen, inside = largest_by_slot(sums[target], new, slot, back.slots, back.turns)
+    return torch.where(inside, indices.reshape(-1)[chosen], NO_ENTRY)
+
+
+@dataclass(frozen=True, eq=False)
+class Winners:
+    """What is kept, the same on all ranks: [entries], and as many places of the messages."""
+
+    positions: Tensor
+    """Flat; one behind the group where nothing is kept."""
+    values: Tensor
+    """As the wire has them."""
+    places: Tensor
+    """Of all messages, row by row; one behind them where nothing is kept."""
+
+
+def choose_winners(
+    indices: Tensor, values: Tensor, places: Places, slots: Tensor, turns: Tensor, numel: int
+) -> Winners:
+    """The largest of each slot's gathered sums [world, places], ties to the lowest owner, then to its first.
+
+    `slots` and `turns` say how many: see `largest_by_slot`. A turn below 0 keeps nothing.
+    """
+    flat, numbers = indices.reshape(-1), values.reshape(-1)
+    slot = places.slots.expand(places.world, -1).reshape(-1)
+    best, taken = largest_by_slot(numbers, flat >= 0, slot, slots, turns.clamp(min=0))
+    taken &= turns >= 0
+    positions = positions_of(indices, places, numel).view(-1)
+    return Winners(
+        torch.where(taken, positions[best], numel),
+        torch.where(taken, numbers[best], 0),
+        torch.where(taken, best, flat.numel()),
+    )
+
+
+def positions_of(indices: Tensor, places: Places, empty: int) -> Tensor:
     """Flat positions of [world, places] indices, row o in the region of owner o; `empty` where there is none."""
     inside = torch.maximum(indices, places.lowest)
-    positions = regions.positions(places.owners, inside, places.lookup)
+    positions = places.regions.positions(places.owners, inside, places.lookup)
     return torch.where(indices >= 0, positions, empty)
 
 
@@ -172,10 +189,12 @@ def pack_left(places: Tensor, keep: int) -> Tensor:
 
 
 def pack(indices: Tensor, values: Tensor) -> Tensor:
-    """[..., m] indices and values as bytes, one message per row."""
-    return torch.cat(
-        [indices.contiguous().view(torch.uint8), values.contiguous().view(torch.uint8)], -1
-    )
+    """[..., m] indices and values as bytes, one message per row, filled up to whole words."""
+    parts = [indices.contiguous().view(torch.uint8), values.contiguous().view(torch.uint8)]
+    missing = -parts[1].shape[-1] % 4
+    if missing:
+        parts.append(parts[1].new_zeros((*parts[1].shape[:-1], missing)))
+    return torch.cat(parts, -1)
 
 
 def unpack(
@@ -202,7 +221,7 @@ def split(messages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         words = messages.view(INDEX_DTYPE)
         return words[..., :count], words[..., count:].view(dtype)
     rows = messages.reshape(-1, width)
-    indices = typed(rows[:, : INDEX_BYTES * count], INDEX_DTYPE)
-    values = typed(rows[:, INDEX_BYTES * count :], dtype)
+    middle, end = INDEX_BYTES * count, (INDEX_BYTES + dtype.itemsize) * count
+    indices, values = typed(rows[:, :middle], INDEX_DTYPE), typed(rows[:, middle:end], dtype)
     shape = (*messages.shape[:-1], count)
     return indices.view(shape), values.view(shape)

@@ -11,8 +11,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from thinwire.exchange.segments import Edges
-from thinwire.select.rows import RowTable
+from thinwire.layout import RowTable
 
 BLOCK_BITS = 6
 # With fewer blocks per owner than this, chance alone would unbalance the owners, and blocks are made smaller.
@@ -41,8 +40,8 @@ class HashedRegions:
             edges.append(edges[-1] + (-(-blocks // world) << shift))
         self.size = edges[-1]
         """Elements of a region, the same for every owner; some are beyond the end of their slot."""
-        self.edges = Edges(edges, device)
-        """Where each slot's part of a region begins and ends."""
+        self.edges = torch.tensor(edges, device=device)
+        """[slots + 1]: where each slot's part of a region begins and ends."""
         self.blocks = begins[-1]
         """Blocks of a region."""
         offsets = [rows.slot.offset for rows in table.rows]

@@ -1,14 +1,16 @@
-"""What an exchange may ask of the network. An exchange yields batches of these and never calls
-torch.distributed itself, so the same code runs on gloo, on NCCL and on virtual ranks in one process."""
+"""What an exchange may ask for. An exchange yields batches of these and never calls torch.distributed itself, so that
+the same code runs on gloo, on NCCL and on virtual ranks in one process."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
+
+from thinwire.described import Described
 
 T = TypeVar("T")
 
@@ -18,15 +20,10 @@ BETWEEN = "between"
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
-    """One collective. Of this rank's tensor `control_bytes` are counts, flags and histograms and `padding_bytes` fill
-    places that no entry took; the rest is gradient."""
+class Request(Described):
+    """What a program waits for. The reply to a collective is a tensor."""
 
-    tensor: Tensor
-    phase: str = ""
-    control_bytes: int = 0
-    padding_bytes: int | Tensor = 0
-    """A tensor where only the device knows it; it is read when somebody asks for the ledger."""
+    _: KW_ONLY
     scope: str = EVERYONE
     """Who takes part: everyone, the ranks of this host (`INSIDE`), or one rank of every host (`BETWEEN`)."""
 
@@ -34,7 +31,35 @@ class Request:
 
     def sent_bytes(self, world: int) -> int:
         """Bytes this rank puts on the wire under a bandwidth-optimal algorithm."""
-        raise NotImplementedError
+        return 0
+
+
+@dataclass(frozen=True, eq=False)
+class Common(Request):
+    """The reply is what `make` returns, the same on every rank and only read. Nothing travels.
+
+    A real rank computes it for itself. Of virtual ranks in one process the first computes it for all.
+    """
+
+    make: Callable[[], Any]
+    """Computes the reply."""
+
+    kind: ClassVar[str] = "common"
+
+
+@dataclass(frozen=True, eq=False)
+class Collective(Request):
+    """A request that travels."""
+
+    tensor: Tensor
+    """What this rank brings."""
+    phase: str = ""
+    """The name under which its bytes are counted."""
+    _: KW_ONLY
+    control_bytes: int = 0
+    """How many of the tensor's bytes are counts and flags instead of gradient."""
+    padding_bytes: int | Tensor = 0
+    """How many fill places that no entry took. A tensor where only the device knows; it is read with the ledger."""
 
     def received_bytes(self, world: int) -> int:
         """Bytes this rank takes off the wire under the same algorithm."""
@@ -57,8 +82,8 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class AllReduce(Request):
-    """Sum over ranks; the reply is the summed tensor (the same storage where the backend works in place)."""
+class Sum(Collective):
+    """Sum over ranks, an all-reduce; the reply is the summed tensor (the same storage where the backend works in place)."""
 
     kind: ClassVar[str] = "all_reduce"
 
@@ -67,9 +92,10 @@ class AllReduce(Request):
 
 
 @dataclass(frozen=True, eq=False)
-class AllGather(Request):
-    """Every rank's 1-D tensor, all of one size; the reply is [world, n]."""
+class Gather(Collective):
+    """Every rank's 1-D tensor, all of one size, an all-gather; the reply is [world, n]."""
 
+    _: KW_ONLY
     apart: bool = False
     """Whether the reply's rows may lie apart in memory, so that others can share the collective."""
 
@@ -80,8 +106,12 @@ class AllGather(Request):
 
 
 @dataclass(frozen=True, eq=False)
-class AllToAll(Request):
+class AllToAll(Collective):
     """[world, n]: row p goes to rank p; the reply's row p came from rank p."""
+
+    _: KW_ONLY
+    apart: bool = False
+    """Whether the reply's rows may lie apart in memory, so that others can share the collective."""
 
     kind: ClassVar[str] = "all_to_all"
 
@@ -90,12 +120,16 @@ class AllToAll(Request):
 
 
 @dataclass(frozen=True, eq=False)
-class AllToAllUneven(Request):
+class AllToAllUneven(Collective):
     """[sum(send), ...]: the first send[0] rows go to rank 0 and so on; the reply has sum(receive) rows, by source."""
 
-    send: tuple[int, ...] = ()
-    receive: tuple[int, ...] = ()
-    rank: int = 0
+    _: KW_ONLY
+    send: tuple[int, ...]
+    """Rows for each rank."""
+    receive: tuple[int, ...]
+    """Rows from each rank."""
+    rank: int
+    """This one."""
 
     kind: ClassVar[str] = "all_to_all_uneven"
 
@@ -110,10 +144,12 @@ class AllToAllUneven(Request):
 
 
 @dataclass(frozen=True, eq=False)
-class Broadcast(Request):
+class Broadcast(Collective):
     """The reply is `source`'s tensor; everybody passes one of the same size."""
 
-    source: int = 0
+    _: KW_ONLY
+    source: int
+    """Whose tensor counts."""
 
     kind: ClassVar[str] = "broadcast"
 
@@ -122,14 +158,17 @@ class Broadcast(Request):
 
 
 @dataclass(frozen=True, eq=False)
-class Swap(Request):
+class Swap(Collective):
     """Send the tensor to rank `to` and receive one of the same size from rank `source`; None = not this time.
 
     The reply is what arrived, or an empty tensor.
     """
 
-    to: int | None = None
-    source: int | None = None
+    _: KW_ONLY
+    to: int | None
+    """Who gets the tensor."""
+    source: int | None
+    """Whose tensor arrives."""
 
     kind: ClassVar[str] = "swap"
 
@@ -141,47 +180,87 @@ class Swap(Request):
 
 
 Batch = tuple[Request, ...]
-Replies = Sequence[Tensor]
+Replies = Sequence[Any]
 Program = Generator[Batch, Replies, T]
+"""Yields what it asks for, is sent the replies, and returns its result."""
 
 
 @dataclass(frozen=True)
-class Place:
+class Place(Described):
     """Who I am among how many."""
 
     rank: int
+    """From 0."""
     world: int
+    """How many ranks there are."""
 
 
 def together(programs: Sequence[Program[Any]]) -> Program[list[Any]]:
-    """Run several programs side by side: what they ask for in the same round travels as one batch.
-
-    An empty batch only waits for virtual ranks to come to the same line. Nobody else goes on meanwhile, so that the
-    rounds that travel are those of real ranks.
-    """
+    """Run several programs side by side: what they ask for in the same round travels as one batch."""
     results: list[Any] = [None] * len(programs)
     asked: dict[int, Batch] = {}
-    for which, program in enumerate(programs):
-        _advance(which, program, None, asked, results)
+    for index, program in enumerate(programs):
+        _advance(index, program, None, asked, results)
     while asked:
-        order = sorted(which for which, batch in asked.items() if not batch) or sorted(asked)
-        replies = yield tuple(request for which in order for request in asked[which])
+        order = sorted(asked)
+        replies = yield tuple(request for index in order for request in asked[index])
         taken = 0
-        for which in order:
-            count = len(asked.pop(which))
-            _advance(which, programs[which], replies[taken : taken + count], asked, results)
+        for index in order:
+            count = len(asked.pop(index))
+            _advance(index, programs[index], replies[taken : taken + count], asked, results)
             taken += count
     return results
 
 
 def _advance(
-    which: int,
+    index: int,
     program: Program[Any],
     replies: Replies | None,
     asked: dict[int, Batch],
     results: list[Any],
 ) -> None:
     try:
-        asked[which] = next(program) if replies is None else program.send(replies)
+        asked[index] = next(program) if replies is None else program.send(replies)
     except StopIteration as finished:
-        results[which] = finished.value
+        results[index] = finished.value
+
+
+def begin_now(program: Program[T]) -> Program[T]:
+    """Run a program up to its first request; the rest of it, beginning with that request.
+
+    What a program does before its first request is then done when it is made, not when a driver starts it.
+    """
+    try:
+        batch = next(program)
+    except StopIteration as finished:
+        return _finished(finished.value)
+    return _go_on(program, batch)
+
+
+def _finished(result: T) -> Program[T]:
+    yield from ()
+    return result
+
+
+def _go_on(program: Program[T], batch: Batch) -> Program[T]:
+    try:
+        while True:
+            batch = program.send((yield batch))
+    except StopIteration as finished:
+        return finished.value
+
+
+def common(make: Callable[[], T], scope: str = EVERYONE) -> Program[T]:
+    """What `make` returns, the same on every rank of `scope`: see `Common`."""
+    (result,) = yield (Common(make, scope=scope),)
+    return result
+
+
+def rescoped(program: Program[T], scope: str) -> Program[T]:
+    """The same program, asked of the ranks of another scope."""
+    try:
+        batch = next(program)
+        while True:
+            batch = program.send((yield tuple(replace(one, scope=scope) for one in batch)))
+    except StopIteration as finished:
+        return finished.value

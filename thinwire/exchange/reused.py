@@ -9,7 +9,8 @@ entries than ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from thinwire.exchange.common import (
     wire_dtype,
     zero_update,
 )
-from thinwire.exchange.requests import AllReduce, Program
+from thinwire.exchange.requests import Program, Sum
 from thinwire.exchange.uneven import (
     Entries,
     balance,
@@ -34,7 +35,7 @@ from thinwire.exchange.uneven import (
     round_sums,
     send_to_owners,
 )
-from thinwire.select.rows import SlotRows
+from thinwire.layout import SlotRows
 from thinwire.validate import check_finite_number, check_positive_int
 
 
@@ -58,13 +59,19 @@ class ReusedThresholds(Exchange):
     local_band: tuple[float, float] = (2 / 3, 5 / 4)
     """A local count outside this band (x k) moves the threshold."""
     local_factor: float = 1.012
+    """By how much it moves."""
     clamp_above: float = 4 / 3
     """Before sending, raise a reused threshold while it selects more than this (x k)."""
     clamp_factor: float = 1.03
+    """By how much it is raised, each time,"""
     clamp_times: int = 5
+    """and how often at most."""
     global_band: tuple[float, float] = (2 / 3, 4 / 3)
+    """A global count outside this band (x k) moves the global threshold."""
     global_factor: float = 1.008
+    """By how much it moves."""
     skew: float = 4.0
+    """Sums are balanced if one rank holds more than this (x the mean) of them."""
 
     host_sync_free = False
     sums_on_the_way = True
@@ -108,9 +115,12 @@ class ReusedSession(ExchangeSession):
     def run(self, offer: Offer) -> Program[Outcome]:
         if offer.place.world == 1:
             return keep_alone(offer)
-        step = ReusedStep(
-            self.setting, offer, [self._state(rows, offer) for rows in offer.codec.table.rows]
-        )
+        states = [self._state(rows, offer) for rows in offer.codec.table.rows]
+        if self.journal is not None:
+            names = [rows.slot.name for rows in offer.codec.table.rows]
+            before = dict(zip(names, map(replace, states), strict=True))
+            self.journal.note_action(partial(self.slots.update, before))
+        step = ReusedStep(self.setting, offer, states)
         outcome = yield from step.run()
         return outcome
 
@@ -182,9 +192,9 @@ class ReusedStep:
         counts = count_by_slot(torch.ones_like(slots), slots, offer.codec.table)
         return Outcome(update.mul_(1 / offer.place.world), non_finite, sent=counts)
 
-    def fresh(self, which: int) -> bool:
+    def fresh(self, index: int) -> bool:
         """Whether this slot finds its thresholds anew now; the same on all ranks."""
-        return self.states[which].count % self.setting.tau_prime == 0
+        return self.states[index].count % self.setting.tau_prime == 0
 
     def select(self) -> Entries:
         """A: entries at or above the local threshold, by rising position."""
@@ -202,41 +212,41 @@ class ReusedStep:
     def find_local(self, spans: Sequence[Tensor]) -> None:
         """The local thresholds, anew or raised; the host reads those of all slots at once."""
         setting = self.setting
-        some = [which for which, rows in enumerate(self.rows) if rows.entries]
-        fresh = [which for which in some if self.fresh(which)]
+        some = [index for index, rows in enumerate(self.rows) if rows.entries]
+        fresh = [index for index in some if self.fresh(index)]
         if fresh:
-            kth = [spans[which].topk(self.rows[which].entries).values[-1] for which in fresh]
-            for which, threshold in zip(fresh, torch.stack(kth).tolist(), strict=True):
-                self.states[which].local = threshold
-        high = [which for which in some if which not in fresh]
+            kth = [spans[index].topk(self.rows[index].entries).values[-1] for index in fresh]
+            for index, threshold in zip(fresh, torch.stack(kth).tolist(), strict=True):
+                self.states[index].local = threshold
+        high = [index for index in some if index not in fresh]
         for _ in range(setting.clamp_times if high else 0):
-            counts = [(spans[which] >= self.states[which].local).sum() for which in high]
+            counts = [(spans[index] >= self.states[index].local).sum() for index in high]
             high = [
-                which
-                for which, count in zip(high, torch.stack(counts).tolist(), strict=True)
-                if count > setting.clamp_above * self.rows[which].entries
+                index
+                for index, count in zip(high, torch.stack(counts).tolist(), strict=True)
+                if count > setting.clamp_above * self.rows[index].entries
             ]
             if not high:
                 break
-            for which in high:
-                self.states[which].local *= setting.clamp_factor
+            for index in high:
+                self.states[index].local *= setting.clamp_factor
 
     def agree_on_borders(self, chosen: Entries) -> Program[None]:
         """B: the mean over ranks of where each would cut its own entries into equal shares."""
         world = self.offer.place.world
         due = [
-            which for which, state in enumerate(self.states) if state.count % self.setting.tau == 0
+            index for index, state in enumerate(self.states) if state.count % self.setting.tau == 0
         ]
         if not due:
             return
-        proposals = torch.cat([self.propose_borders(which, chosen.positions) for which in due])
+        proposals = torch.cat([self.propose_borders(index, chosen.positions) for index in due])
         phase = f"{self.offer.phase}/borders"
-        (total,) = yield (AllReduce(proposals, phase, proposals.nbytes),)
-        for which, cuts in zip(due, (total // world).view(len(due), -1).tolist(), strict=True):
-            self.states[which].cuts = cuts
+        (total,) = yield (Sum(proposals, phase, control_bytes=proposals.nbytes),)
+        for index, cuts in zip(due, (total // world).view(len(due), -1).tolist(), strict=True):
+            self.states[index].cuts = cuts
 
-    def propose_borders(self, which: int, positions: Tensor) -> Tensor:
-        world, slot = self.offer.place.world, self.rows[which].slot
+    def propose_borders(self, index: int, positions: Tensor) -> Tensor:
+        world, slot = self.offer.place.world, self.rows[index].slot
         start = int(torch.searchsorted(positions, slot.offset))
         stop = int(torch.searchsorted(positions, slot.offset + slot.numel))
         parts = torch.arange(1, world, device=positions.device)
@@ -260,7 +270,7 @@ class ReusedStep:
     def above_global(self, sums: Entries, used: Tensor) -> Tensor:
         """D: sums at or above the reused global threshold; all of them where it is found anew."""
         device = sums.values.device
-        limits = [0.0 if self.fresh(which) else s.global_ for which, s in enumerate(self.states)]
+        limits = [0.0 if self.fresh(index) else s.global_ for index, s in enumerate(self.states)]
         slots = slot_of(sums.positions, self.offer.codec.table)
         bar = torch.tensor(limits, dtype=sums.values.dtype, device=device)[slots]
         return (sums.values.abs() >= bar) & used[slots]
@@ -281,10 +291,10 @@ class ReusedStep:
         """The exact k largest of every slot that finds its threshold anew; everything gathered of the others."""
         slots = slot_of(gathered.positions, self.offer.codec.table)
         keep = torch.ones_like(slots, dtype=torch.bool)
-        for which, (rows, state) in enumerate(zip(self.rows, self.states, strict=True)):
-            if not self.fresh(which):
+        for index, (rows, state) in enumerate(zip(self.rows, self.states, strict=True)):
+            if not self.fresh(index):
                 continue
-            mine = (slots == which).nonzero().view(-1)
+            mine = (slots == index).nonzero().view(-1)
             magnitude = gathered.values[mine].abs().float()
             order = magnitude.sort(descending=True, stable=True).indices
             keep[mine[order[rows.entries :]]] = False
@@ -299,12 +309,12 @@ class ReusedStep:
         mine = count_by_slot(torch.ones_like(slots), slots, table).tolist()
         slots = slot_of(winners, table)
         all_ = count_by_slot(torch.ones_like(slots), slots, table).tolist()
-        for which, (rows, state) in enumerate(zip(self.rows, self.states, strict=True)):
+        for index, (rows, state) in enumerate(zip(self.rows, self.states, strict=True)):
             k = max(1, rows.entries)
-            state.local *= step_towards(mine[which] / k, setting.local_band, setting.local_factor)
-            if not self.fresh(which):
+            state.local *= step_towards(mine[index] / k, setting.local_band, setting.local_factor)
+            if not self.fresh(index):
                 state.global_ *= step_towards(
-                    all_[which] / k, setting.global_band, setting.global_factor
+                    all_[index] / k, setting.global_band, setting.global_factor
                 )
             state.count += 1
 

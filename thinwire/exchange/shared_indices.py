@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from thinwire.exchange.base import Exchange, Offer, Outcome
 from thinwire.exchange.common import remembered, to_wire
-from thinwire.exchange.dense import ordered_sum
-from thinwire.exchange.requests import AllGather, AllReduce, AllToAll, Place, Program
+from thinwire.exchange.requests import Place, Program, Sum
+from thinwire.exchange.sums import sum_by_owners
+from thinwire.layout import RowTable
 from thinwire.select.base import Picks, Selector
-from thinwire.select.rows import RowTable
 from thinwire.wire.codec import Flags
-from thinwire.wire.values import FloatCode
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class SharedIndices(Exchange):
         self, offer: Offer, picks: Picks, had_gradient: Tensor, non_finite: Tensor
     ) -> Program[Outcome]:
         codec = offer.codec
-        assert isinstance(codec.values, FloatCode)
+        assert codec.values.dtype is not None
         raw = codec.values.encode(picks.values, codec.table)
         sent = codec.values.decode(raw, codec.table)
         positions = codec.table.positions(picks.indices)
         offer.account.write_off(positions, sent)
         total, lost = yield from sum_values(
-            sent, codec.table, offer.place, codec.values.dtype, offer.deterministic, offer.phase
+            sent, codec.table, offer.place, codec.values.dtype, offer.phase
         )
         used = had_gradient[codec.table.entry_slots(total.device).long()]
         offer.account.give_back(positions, torch.where(used, lost, sent))
@@ -71,7 +71,7 @@ def sum_flags(flags: Flags, place: Place, phase: str) -> Program[tuple[Tensor, T
     """(per slot: did any rank have a gradient, did any rank have a non-finite one)."""
     words = torch.cat([flags.had_gradient.float(), flags.non_finite.float()[None]])
     if place.world > 1:
-        (words,) = yield (AllReduce(words, f"{phase}/flags", words.nbytes),)
+        (words,) = yield (Sum(words, f"{phase}/flags", control_bytes=words.nbytes),)
     return words[:-1] > 0, words[-1] > 0
 
 
@@ -80,7 +80,6 @@ def sum_values(
     table: RowTable,
     place: Place,
     dtype: torch.dtype,
-    deterministic: bool,
     phase: str,
 ) -> Program[tuple[Tensor, Tensor]]:
     """(sum over ranks, what this rank has to keep of it) of float32 values that are exact in `dtype`.
@@ -96,10 +95,7 @@ def sum_values(
     if place.world == 1 or not values.numel():
         return values, nothing
     if dtype == torch.float32:
-        if deterministic:
-            total = yield from ordered_sum(values, place, phase=phase)
-        else:
-            (total,) = yield (AllReduce(values.clone(), phase),)
+        (total,) = yield (Sum(values.clone(), phase),)
         return total, nothing
     shares = [-(-rows.entries // place.world) for rows in table.rows]
     at = remembered(
@@ -110,14 +106,16 @@ def sum_values(
     padded = torch.zeros(place.world * sum(shares), dtype=dtype, device=values.device)
     padded[at] = values.to(dtype)
     padding = (padded.numel() - values.numel()) * padded.element_size()
-    (pieces,) = yield (AllToAll(padded.view(place.world, -1), phase, padding),)
-    owned = pieces[0].float()
-    for piece in pieces[1:]:
-        owned += piece.float()
-    rounded = to_wire(owned, dtype)
-    (gathered,) = yield (AllGather(rounded, phase, padding // place.world),)
+    gathered, lost = yield from sum_by_owners(
+        padded.view(place.world, -1),
+        phase,
+        sum_dtype=torch.float32,
+        rounding=partial(to_wire, dtype=dtype),
+        padding_bytes=padding,
+        own_padding_bytes=padding // place.world,
+    )
     error = torch.zeros(place.world, sum(shares), device=values.device)
-    error[place.rank] = owned - rounded.float()
+    error[place.rank] = lost
     return gathered.reshape(-1)[at].float(), error.view(-1)[at]
 
 

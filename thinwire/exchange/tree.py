@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.exchange.base import Exchange, Offer, Outcome
+from thinwire.exchange.base import PICKED_ENTRIES, Exchange, Offer, Outcome
 from thinwire.exchange.common import (
     INDEX_DTYPE,
     NO_ENTRY,
@@ -18,17 +18,43 @@ from thinwire.exchange.common import (
     flags_request,
     keep_alone,
     read_flags,
+    remembered,
     slot_of,
     to_wire,
     typed,
     wire_dtype,
-    zero_update,
 )
-from thinwire.exchange.places import INDEX_BYTES, pack, unpack
+from thinwire.exchange.places import INDEX_BYTES, largest_by_slot, pack, unpack
 from thinwire.exchange.requests import Program, Swap
-from thinwire.exchange.uneven import Entries, add_up
-from thinwire.select.rows import RowTable
+from thinwire.layout import RowTable
 from thinwire.validate import check_bool
+
+
+@dataclass(frozen=True, eq=False)
+class Listed:
+    """As many places as a group may keep entries, those of a slot side by side: flat positions (int64, NO_ENTRY where there
+    is none) and values."""
+
+    positions: Tensor
+    values: Tensor
+
+
+class Bounds:
+    """What shapes tell of the places of a list."""
+
+    def __init__(self, table: RowTable, device: torch.device) -> None:
+        starts = [rows.slot.offset for rows in table.rows]
+        stops = [rows.slot.offset + rows.slot.numel for rows in table.rows]
+        self.slots = table.entry_slots(device).long()
+        self.turns = table.entry_places(device).long()
+        """How many places of its slot are before each."""
+        self.lowest = torch.tensor(starts, dtype=INDEX_DTYPE, device=device)[self.slots]
+        self.highest = torch.tensor(stops, dtype=INDEX_DTYPE, device=device)[self.slots] - 1
+
+
+def bounds_of(offer: Offer) -> Bounds:
+    table, device = offer.codec.table, offer.account.c.device
+    return remembered(table, ("bounds", device), lambda: Bounds(table, device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +71,10 @@ class TreeMerge(Exchange):
     """
 
     conserve: bool = True
+    """Whether sums that a merge drops are kept in memory, so that nothing is lost."""
 
+    form = PICKED_ENTRIES
     sums_on_the_way = True
-    host_sync_free = False
 
     def __post_init__(self) -> None:
         check_bool("conserve", self.conserve)
@@ -68,20 +95,22 @@ class TreeMerge(Exchange):
         chosen = sent != 0
         sent = sent.to(account.c.dtype)
         account.write_off(positions, sent)
-        mine = Entries(positions[chosen], sent[chosen])
+        mine = Listed(torch.where(chosen, positions, NO_ENTRY), sent)
         merged = yield from self.merge_up(offer, mine)
         final = yield from send_down(offer, merged)
-        update = zero_update(offer)
-        update[final.positions] = final.values.to(update.dtype)
+        # One element more than the group: the dump of empty places.
+        target = torch.where(final.positions >= 0, final.positions, table.numel)
+        update = torch.zeros(table.numel + 1, dtype=account.c.dtype, device=account.c.device)
+        update = update.scatter_(0, target, final.values.to(update.dtype))[:-1]
         if not self.conserve:
-            kept = torch.zeros(table.numel, dtype=torch.bool, device=update.device)
-            kept[final.positions] = True
+            kept = torch.zeros(table.numel + 1, dtype=torch.bool, device=update.device)
+            kept.index_fill_(0, target, True)
             account.give_back(positions, torch.where(kept[positions], 0.0, sent))
         non_finite = non_finite | ~update.isfinite().all()
         counts = count_by_slot(chosen, slots, table)
         return Outcome(update.mul_(1 / offer.place.world), non_finite, sent=counts)
 
-    def merge_up(self, offer: Offer, mine: Entries) -> Program[Entries]:
+    def merge_up(self, offer: Offer, mine: Listed) -> Program[Listed]:
         """On rank 0 the final list, as the wire rounds it."""
         rank, world = offer.place.rank, offer.place.world
         reach = 1
@@ -90,7 +119,7 @@ class TreeMerge(Exchange):
             receives = rank % (2 * reach) == 0 and rank + reach < world
             message = empty_message(offer)
             if sends:
-                message = fill_message(offer, self.round(offer, mine))
+                message = write_message(self.round(offer, mine))
             request = Swap(
                 message,
                 f"{offer.phase}/merge",
@@ -105,43 +134,44 @@ class TreeMerge(Exchange):
             reach *= 2
         return self.round(offer, mine) if rank == 0 else mine
 
-    def round(self, offer: Offer, entries: Entries) -> Entries:
+    def round(self, offer: Offer, entries: Listed) -> Listed:
         """Entries as the wire rounds them; what is lost stays in this rank's memory."""
         rounded = to_wire(entries.values, wire_dtype(offer))
         lost = entries.values - rounded
-        offer.account.give_back(entries.positions, torch.where(lost.isfinite(), lost, 0.0))
-        return Entries(entries.positions, rounded)
+        lost = torch.where(lost.isfinite(), lost, 0.0)
+        offer.account.give_back(entries.positions.clamp(min=0), lost)
+        return Listed(entries.positions, rounded)
 
-    def keep_largest(self, offer: Offer, mine: Entries, theirs: Entries) -> Entries:
+    def keep_largest(self, offer: Offer, mine: Listed, theirs: Listed) -> Listed:
         """Add equal places, keep each slot's largest, ties to the lowest position."""
-        both = Entries(
-            torch.cat([mine.positions, theirs.positions]),
-            torch.cat([mine.values, theirs.values.to(mine.values.dtype)]),
-        )
-        sums = add_up(both, mine.values.dtype)
-        kept = largest_per_slot(sums, offer.codec.table)
+        positions = torch.cat([mine.positions, theirs.positions])
+        positions, order = positions.sort(stable=True)
+        values = torch.cat([mine.values, theirs.values.to(mine.values.dtype)])[order]
+        # A place is there twice at most, this rank's first.
+        twice = positions[1:] == positions[:-1]
+        first = positions >= 0
+        first[1:] &= ~twice
+        sums = values.clone()
+        sums[:-1] += torch.where(twice, values[1:], 0.0)
+        bounds = bounds_of(offer)
+        slot = slot_of(positions.clamp(min=0), offer.codec.table)
+        kept, there = largest_by_slot(sums, first, slot, bounds.slots, bounds.turns)
         if self.conserve:
-            dropped = sums.at(~kept)
-            offer.account.give_back(dropped.positions, dropped.values)
-        return sums.at(kept)
+            dropped = torch.cat([first, first[:1]])
+            # The last element is the dump of places that nobody takes.
+            dropped = dropped.index_fill_(0, torch.where(there, kept, len(first)), False)[:-1]
+            given = torch.where(dropped, sums, 0.0)
+            offer.account.give_back(positions.clamp(min=0), given)
+        return Listed(
+            torch.where(there, positions[kept], NO_ENTRY), torch.where(there, sums[kept], 0.0)
+        )
 
 
-def largest_per_slot(sums: Entries, table: RowTable) -> Tensor:
-    """bool: the k largest of each slot, so that the result is the same in every bucketing."""
-    slots = slot_of(sums.positions, table)
-    order = sums.values.abs().sort(descending=True, stable=True).indices
-    order = order[slots[order].sort(stable=True).indices]
-    counts = count_by_slot(torch.ones_like(slots), slots, table)
-    turn = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[slots[order]]
-    keep = torch.tensor([rows.entries for rows in table.rows], device=order.device)
-    return torch.zeros_like(slots, dtype=torch.bool).scatter_(0, order, turn < keep[slots[order]])
-
-
-def send_down(offer: Offer, final: Entries) -> Program[Entries]:
+def send_down(offer: Offer, final: Listed) -> Program[Listed]:
     """Rank 0's list on every rank, along the same tree."""
     rank, world = offer.place.rank, offer.place.world
     reach = 1 << max(0, (world - 1).bit_length() - 1)
-    message = fill_message(offer, final) if rank == 0 else empty_message(offer)
+    message = write_message(final) if rank == 0 else empty_message(offer)
     while reach:
         sends = rank % (2 * reach) == 0 and rank + reach < world
         receives = rank % (2 * reach) == reach
@@ -167,21 +197,14 @@ def empty_message(offer: Offer) -> Tensor:
     return pack(indices, torch.zeros(1, keep, dtype=wire_dtype(offer), device=device))
 
 
-def fill_message(offer: Offer, entries: Entries) -> Tensor:
-    keep = offer.codec.table.entries
-    device = offer.account.c.device
-    indices = torch.full((1, keep), NO_ENTRY, dtype=INDEX_DTYPE, device=device)
-    values = torch.zeros(1, keep, dtype=wire_dtype(offer), device=device)
-    count = len(entries.positions)
-    indices[0, :count] = entries.positions.to(INDEX_DTYPE)
-    values[0, :count] = entries.values
-    return pack(indices, values)
+def write_message(entries: Listed) -> Tensor:
+    return pack(entries.positions.to(INDEX_DTYPE)[None], entries.values[None])
 
 
-def read_message(offer: Offer, message: Tensor) -> Entries:
-    indices, values = unpack(message, wire_dtype(offer), 0, offer.codec.table.numel - 1)
-    taken = indices[0] >= 0
-    return Entries(indices[0][taken].long(), values[0][taken])
+def read_message(offer: Offer, message: Tensor) -> Listed:
+    bounds = bounds_of(offer)
+    indices, values = unpack(message, wire_dtype(offer), bounds.lowest, bounds.highest)
+    return Listed(indices[0].long(), values[0])
 
 
 def padding_of(message: Tensor, offer: Offer) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.exchange.base import Offer
 from thinwire.exchange.common import INDEX_DTYPE, flags_request, to_wire, typed, wire_dtype
-from thinwire.exchange.requests import AllGather, AllToAll, AllToAllUneven, Program
+from thinwire.exchange.requests import AllToAll, AllToAllUneven, Gather, Program
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,9 @@ class Entries:
         return Entries(index.long(), typed(rows[:, width:], dtype).view(-1))
 
     def at(self, chosen: Tensor) -> Entries:
-        return Entries(self.positions[chosen], self.values[chosen])
+        """Those at some places, or where a mask is True: the host then waits, once for both."""
+        places = chosen.nonzero().view(-1) if chosen.dtype == torch.bool else chosen
+        return Entries(self.positions[places], self.values[places])
 
 
 def send_to_owners(
@@ -43,39 +45,42 @@ def send_to_owners(
     """(sums of what all ranks sent to this owner, by rising position; the flags of all ranks).
 
     1. Exchange how many entries go from whom to whom.
-    2. Send each entry to its owner, this rank's own part to itself.
+    2. Send each entry to its owner, this rank's own part to itself. What is owned by rank `world`, which is nobody, stays.
     3. Add in rank order.
     """
     world, rank = offer.place.world, offer.place.rank
-    order = owner.argsort(stable=True)
-    counts = torch.bincount(owner, minlength=world)
-    control = AllToAll(counts[:, None].clone(), f"{offer.phase}/counts", counts.nbytes)
+    owner, order = owner.sort(stable=True)
+    counts = torch.searchsorted(owner, torch.arange(world + 1, device=owner.device)).diff()
+    control = AllToAll(
+        counts[:, None].clone(), f"{offer.phase}/counts", control_bytes=counts.nbytes
+    )
     flags, arriving = yield flags_request(offer, bad), control
+    send, receive = torch.stack([counts, arriving.view(-1)]).tolist()
     request = AllToAllUneven(
-        entries.at(order).pack(),
+        entries.at(order[: sum(send)]).pack(),
         f"{offer.phase}/split",
-        send=tuple(counts.tolist()),
-        receive=tuple(arriving.view(-1).tolist()),
+        send=tuple(send),
+        receive=tuple(receive),
         rank=rank,
     )
     (rows,) = yield (request,)
     arrived = Entries.unpack(rows, entries.values.dtype)
-    return add_up(arrived, offer.account.c.dtype), flags
+    return add_up(arrived, offer.account.c.dtype, world), flags
 
 
-def add_up(entries: Entries, dtype: torch.dtype) -> Entries:
-    """One entry per position, rising; entries of one position are added in the order they come in."""
-    places, which = entries.positions.unique(return_inverse=True)
+def add_up(entries: Entries, dtype: torch.dtype, most: int) -> Entries:
+    """One entry per position, rising; up to `most` entries of one position are added in the order they come in."""
+    places, target = entries.positions.unique(return_inverse=True)
     sums = torch.zeros(places.numel(), dtype=dtype, device=places.device)
     if sums.device.type == "cpu":
-        return Entries(places, sums.index_add_(0, which, entries.values.to(dtype)))
+        return Entries(places, sums.index_add_(0, target, entries.values.to(dtype)))
     # Atomics have no order, so on an accelerator equal positions take turns.
-    order = which.argsort(stable=True)
-    which, values = which[order], entries.values[order].to(dtype)
-    first = torch.searchsorted(which, torch.arange(places.numel(), device=which.device))
-    turn = torch.arange(which.numel(), device=which.device) - first[which]
-    for now in range(int(turn.max()) + 1 if turn.numel() else 0):
-        sums.index_add_(0, which[turn == now], values[turn == now])
+    order = target.argsort(stable=True)
+    target, values = target[order], entries.values[order].to(dtype)
+    first = torch.searchsorted(target, torch.arange(places.numel(), device=target.device))
+    turn = torch.arange(target.numel(), device=target.device) - first[target]
+    for now in range(most):
+        sums.index_add_(0, target, torch.where(turn == now, values, 0.0))
     return Entries(places, sums)
 
 
@@ -89,7 +94,7 @@ def round_sums(offer: Offer, sums: Entries) -> tuple[Entries, Tensor]:
 def count_everywhere(offer: Offer, count: int) -> Program[list[int]]:
     """How many entries each rank holds."""
     mine = torch.tensor([count], device=offer.account.c.device)
-    (counts,) = yield (AllGather(mine, f"{offer.phase}/counts", mine.nbytes),)
+    (counts,) = yield (Gather(mine, f"{offer.phase}/counts", control_bytes=mine.nbytes),)
     return [int(number) for number in counts.view(-1).tolist()]
 
 
@@ -101,7 +106,7 @@ def gather_entries(offer: Offer, entries: Entries, counts: list[int]) -> Program
     message = torch.zeros(longest, rows.shape[1], dtype=torch.uint8, device=rows.device)
     message[: len(rows)] = rows
     padding = (longest - len(rows)) * rows.shape[1]
-    request = AllGather(message.view(-1), f"{offer.phase}/gather", padding_bytes=padding)
+    request = Gather(message.view(-1), f"{offer.phase}/gather", padding_bytes=padding)
     (gathered,) = yield (request,)
     parts = gathered.view(len(counts), longest, -1)
     kept = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from thinwire.kernels.cuda.long_rows import LongRows
+from thinwire.kernels.cuda.row_select import LONGEST, RowSelect
+from thinwire.kernels.cuda.toolchain import Toolchain, kernels_for
 from thinwire.kernels.topk import row_topk
 from thinwire.kernels.tournament import Strip, Tournament, pays
 
 if TYPE_CHECKING:
-    from thinwire.kernels.row_select import Launch
-    from thinwire.select.rows import RowTable, SlotRows
-
-logger = logging.getLogger(__name__)
+    from thinwire.layout import RowTable, SlotRows
 
 
-@functools.cache
-def has_triton() -> bool:
-    """Whether the CUDA kernels can be used; says so once if not."""
-    if importlib.util.find_spec("triton") is None:
-        logger.warning(
-            "triton is not installed; selection on CUDA falls back to torch and is many times slower"
-        )
-        return False
-    return True
+class Selection(Protocol):
+    """Some rows of a table, selected together."""
+
+    def select(self, c: Tensor, indices: Tensor, values: Tensor) -> None:
+        """Write the chosen row-local indices and what c has there, each at its entry of the table."""
 
 
 def exact_topk(c: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
@@ -39,107 +32,123 @@ def exact_topk(c: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
 
     Ascending indices inside the row, ties to the lowest.
     """
-    if c.device.type == "cpu" and c.is_contiguous():
-        return select_by_tournaments(c, table)
-    if c.is_cuda and c.dtype == torch.float32 and has_triton():
-        indices = select_with_kernel(c, table)
-    else:
-        parts = [row_topk(rows.matrix(c), rows.keep).reshape(-1) for rows in table.rows]
-        indices = torch.cat([torch.zeros(0, dtype=torch.int64, device=c.device), *parts])
-    return indices, c[table.positions(indices)]
+    toolchain = kernels_for(c.device) if c.dtype == torch.float32 else None
+    plans = _plans.setdefault(table, {})
+    key = (c.dtype, c.device, toolchain)
+    if key not in plans:
+        plans[key] = make_plan(table, *key)
+    indices = torch.empty(table.entries, dtype=torch.int64, device=c.device)
+    values = torch.empty(table.entries, dtype=c.dtype, device=c.device)
+    for selection in plans[key]:
+        selection.select(c, indices, values)
+    return indices, values
+
+
+Plan = Sequence[Selection]
+_plans: WeakKeyDictionary[
+    RowTable, dict[tuple[torch.dtype, torch.device, Toolchain | None], Plan]
+] = WeakKeyDictionary()
+
+
+def make_plan(
+    table: RowTable, dtype: torch.dtype, device: torch.device, toolchain: Toolchain | None
+) -> Plan:
+    """All rows of the table, in as few selections as possible."""
+    plan: list[Selection] = []
+    others = [index for index, rows in enumerate(table.rows) if rows.entries]
+    if toolchain is not None:
+        short = [index for index in others if table.rows[index].length <= LONGEST]
+        slots = [(table.rows[index], table.entry_starts[index]) for index in short]
+        plan += [RowSelect(toolchain, slots, device)] if slots else []
+        others = [index for index in others if index not in set(short)]
+        whole = [index for index in others if table.rows[index].count == 1]
+        plan += [LongRows(table, whole, device)] if whole else []
+        others = [index for index in others if index not in set(whole)]
+    elif device.type == "cpu":
+        tournaments = plan_tournaments(table, others, dtype)
+        plan += tournaments
+        taken = {index for tournament in tournaments for index in tournament.members}
+        others = [index for index in others if index not in taken]
+    return [*plan, *group_alike(table, others, device)]
 
 
 @dataclass(frozen=True, eq=False)
 class AlikeRows:
-    """Rows of one length and `keep` that are selected in one call."""
+    """Rows of one length and `keep`, by torch."""
 
     slots: Sequence[SlotRows]
     places: Tensor
     """int64: where their entries are in the table."""
 
-    def select(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """(the rows [rows, length], the chosen indices [rows, keep])."""
+    def select(self, c: Tensor, indices: Tensor, values: Tensor) -> None:
         first = self.slots[0]
         parts = [rows.matrix(c).reshape(-1, first.length) for rows in self.slots]
         matrix = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return matrix, row_topk(matrix, first.keep)
+        chosen = row_topk(matrix, first.keep)
+        indices.index_copy_(0, self.places, chosen.reshape(-1))
+        values.index_copy_(0, self.places, matrix.gather(-1, chosen).reshape(-1))
 
 
 SELECTED_TOGETHER = 1 << 22
 """About how many elements one call selects from: more would not save time any more, and need memory."""
 
 
-def group_alike(
-    table: RowTable, members: Sequence[int], device: torch.device | None = None
-) -> list[AlikeRows]:
-    """Some slots of a table, those with rows of one length and `keep` together; without those that have no entry."""
+def group_alike(table: RowTable, members: Sequence[int], device: torch.device) -> list[AlikeRows]:
+    """Some slots of a table, those with rows of one length and `keep` together."""
     alike: dict[tuple[int, int, int], list[int]] = {}
     so_far: dict[tuple[int, int], int] = {}
-    for which in members:
-        rows = table.rows[which]
-        if not rows.entries:
-            continue
+    for index in members:
+        rows = table.rows[index]
         kind = (rows.length, rows.keep)
-        alike.setdefault((*kind, so_far.get(kind, 0) // SELECTED_TOGETHER), []).append(which)
+        alike.setdefault((*kind, so_far.get(kind, 0) // SELECTED_TOGETHER), []).append(index)
         so_far[kind] = so_far.get(kind, 0) + rows.slot.numel
     groups = []
     for chosen in alike.values():
-        spans = [table.slot_slice(which) for which in chosen]
+        spans = [table.slot_slice(index) for index in chosen]
         places = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-        groups.append(AlikeRows([table.rows[which] for which in chosen], places.to(device)))
+        groups.append(AlikeRows([table.rows[index] for index in chosen], places.to(device)))
     return groups
 
 
-# -- on the CPU -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """Which slots of a table compete in which tournament, and the others."""
+class TournamentRows:
+    """Rows of one length, stride and `keep` on the CPU."""
 
-    tournaments: Sequence[tuple[Tournament, Sequence[int]]]
-    others: Sequence[AlikeRows]
+    tournament: Tournament
+    members: Sequence[int]
+    """Numbers of their slots."""
+    spans: Sequence[slice]
+    """Where the entries of each slot are in the table."""
 
-
-def select_by_tournaments(c: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
-    """One tournament for all rows of a kind, so that many tensors cost few calls."""
-    plans = _plans.setdefault(table, {})
-    if c.dtype not in plans:
-        plans[c.dtype] = make_plan(table, c.dtype)
-    indices = torch.empty(table.entries, dtype=torch.int64)
-    values = torch.empty(table.entries, dtype=c.dtype)
-    for tournament, members in plans[c.dtype].tournaments:
+    def select(self, c: Tensor, indices: Tensor, values: Tensor) -> None:
         # Without the bookkeeping for autograd its many small calls cost a fifth less.
         with torch.inference_mode():
-            found, there = (chosen.view(-1) for chosen in tournament.run(c))
-        entries = [table.rows[which].entries for which in members]
-        for which, some, their in zip(
-            members, found.split(entries), there.split(entries), strict=True
-        ):
-            places = table.slot_slice(which)
-            indices[places], values[places] = some, their
-    for alike in plans[c.dtype].others:
-        matrix, chosen = alike.select(c)
-        indices.index_copy_(0, alike.places, chosen.reshape(-1))
-        values.index_copy_(0, alike.places, matrix.gather(-1, chosen).reshape(-1))
-    return indices, values
+            found, there = (chosen.view(-1) for chosen in self.tournament.run(c))
+        sizes = [span.stop - span.start for span in self.spans]
+        parts = zip(self.spans, found.split(sizes), there.split(sizes), strict=True)
+        for span, some, their in parts:
+            indices[span], values[span] = some, their
 
 
-def make_plan(table: RowTable, dtype: torch.dtype) -> Plan:
+def plan_tournaments(
+    table: RowTable, members: Sequence[int], dtype: torch.dtype
+) -> list[TournamentRows]:
     """Slots whose rows have one length, stride and `keep` together, where that pays."""
     alike: dict[tuple[int, int, int], dict[int, Strip]] = {}
-    for which, rows in enumerate(table.rows):
+    for index in members:
+        rows = table.rows[index]
         strip = strip_of(rows)
         if strip is not None:
-            alike.setdefault((rows.length, rows.stride, rows.keep), {})[which] = strip
-    tournaments = [
-        (Tournament(list(strips.values()), length, keep), list(strips))
+            alike.setdefault((rows.length, rows.stride, rows.keep), {})[index] = strip
+    return [
+        TournamentRows(
+            Tournament(list(strips.values()), length, keep),
+            list(strips),
+            [table.slot_slice(index) for index in strips],
+        )
         for (length, _, keep), strips in alike.items()
         if pays(length * sum(strip.rows for strip in strips.values()), length, keep, dtype)
     ]
-    taken = {which for _, members in tournaments for which in members}
-    others = [which for which in range(len(table.rows)) if which not in taken]
-    return Plan(tournaments, group_alike(table, others))
 
 
 def strip_of(rows: SlotRows) -> Strip | None:
@@ -151,48 +160,3 @@ def strip_of(rows: SlotRows) -> Strip | None:
     pitch = int(bases[rows.stride] - bases[0]) if outer > 1 else rows.length * rows.stride
     strip = Strip(rows.slot.offset, outer, pitch, inner=rows.stride)
     return strip if torch.equal(strip.bases(), bases) else None
-
-
-_plans: WeakKeyDictionary[RowTable, dict[torch.dtype, Plan]] = WeakKeyDictionary()
-
-
-# -- with the Triton kernel --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class CudaPlan:
-    """How the rows of a table are selected."""
-
-    launches: Sequence[Launch]
-    long: Sequence[AlikeRows]
-
-
-def select_with_kernel(c: Tensor, table: RowTable) -> Tensor:
-    """Rows that fit a tile in one launch per tile shape, the few long ones by torch."""
-    from thinwire.kernels.row_select import select_rows
-
-    if table not in _cuda_plans:
-        _cuda_plans[table] = plan_for_cuda(table, c.device)
-    plan = _cuda_plans[table]
-    indices = torch.empty(table.entries, dtype=torch.int32, device=c.device)
-    select_rows(c, plan.launches, indices)
-    for alike in plan.long:
-        _, chosen = alike.select(c)
-        indices.index_copy_(0, alike.places, chosen.reshape(-1).int())
-    return indices.long()
-
-
-def plan_for_cuda(table: RowTable, device: torch.device) -> CudaPlan:
-    from thinwire.kernels.row_select import plan_launches, tile_of
-
-    fits = [tile_of(rows) is not None for rows in table.rows]
-    short = [
-        (rows, first)
-        for rows, first, fit in zip(table.rows, table.entry_starts, fits, strict=False)
-        if fit
-    ]
-    long = [which for which, fit in enumerate(fits) if not fit]
-    return CudaPlan(plan_launches(short, device), group_alike(table, long, device))
-
-
-_cuda_plans: WeakKeyDictionary[RowTable, CudaPlan] = WeakKeyDictionary()

@@ -8,21 +8,31 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cuda.fused import Poison, look
-from thinwire.kernels.cuda.launch import has_kernels
-from thinwire.kernels.cuda.prepared import FLOAT_CODES
-from thinwire.kernels.exact_topk import has_triton
-from thinwire.layout import BucketLayout
-from thinwire.plan.groups import Group
+from thinwire.kernels.cuda.bucket import (
+    Poison,
+    cut_slots,
+    drop_non_finite,
+    find_non_finite,
+    inspect_slots,
+)
+from thinwire.kernels.cuda.source import FLOAT_CODES
+from thinwire.kernels.cuda.toolchain import has_kernels
+from thinwire.layout import BucketLayout, Group
 from thinwire.wire.codec import Flags
 
 
 def inspect(group: Group, bucket_flat: Tensor) -> tuple[Flags, list[Tensor]]:
-    """(flags, the group's pieces of the bucket with non-finite elements replaced by 0)."""
+    """(flags, the group's pieces of the bucket with non-finite elements replaced by 0). Kernels replace them in the bucket."""
     pieces = group.pieces(bucket_flat)
-    if bucket_flat.is_cuda and bucket_flat.dtype != torch.float64 and has_triton():
-        return _flags(_largest_by_kernel(group, bucket_flat)), pieces
+    if bucket_flat.dtype in FLOAT_CODES and has_kernels(bucket_flat.device):
+        if group not in _parts:
+            _parts[group] = cut_slots(group)
+        largest = inspect_slots(bucket_flat, _parts[group], len(group.slots))
+        return _flags(largest), pieces
     return inspect_pieces(pieces)
+
+
+_parts: WeakKeyDictionary[Group, Tensor] = WeakKeyDictionary()
 
 
 def inspect_pieces(pieces: Sequence[Tensor]) -> tuple[Flags, list[Tensor]]:
@@ -43,9 +53,19 @@ def is_any_non_finite(group: Group, update: Tensor, bucket_flat: Tensor) -> Tens
         and update.dtype in FLOAT_CODES
         and has_kernels(update.device)
     ):
-        return look(update)
+        return find_non_finite(update)
     # A cast to a narrower dtype can overflow, so what was delivered counts.
     return ~_largest(group.pieces(bucket_flat)).isfinite().all()
+
+
+def drop_if_bad(flat: Tensor, bad: Tensor) -> None:
+    """Elements that are not finite become 0 if `bad` (bool []) is up."""
+    if flat.dtype in FLOAT_CODES and has_kernels(flat.device):
+        drop_non_finite(flat, bad)
+    elif flat.device.type != "cpu":
+        flat.copy_(torch.where(bad, torch.nan_to_num(flat, 0.0, 0.0, 0.0), flat))
+    elif bool(bad):
+        torch.nan_to_num(flat, 0.0, 0.0, 0.0, out=flat)
 
 
 def any_of(flags: Sequence[Tensor]) -> Tensor:
@@ -58,13 +78,14 @@ def any_of(flags: Sequence[Tensor]) -> Tensor:
 def prepare_poison(layout: BucketLayout) -> Callable[[Tensor, Tensor], None]:
     """What makes a bucket of this layout not-a-number everywhere if a flag (bool []) is up, so that every rank skips the step."""
     if layout.dtype in FLOAT_CODES and has_kernels(layout.device):
-        return Poison(layout.numel, layout.dtype)
-    return poison_in_torch
+        return Poison(layout)
 
+    def poison(flat: Tensor, bad: Tensor) -> None:
+        if flat.device.type != "cpu" or bool(bad):
+            for begin, count in layout.buffers:
+                flat[begin : begin + count] += torch.where(bad, torch.nan, 0.0).to(flat.dtype)
 
-def poison_in_torch(flat: Tensor, bad: Tensor) -> None:
-    if flat.device.type != "cpu" or bool(bad):
-        flat.add_(torch.where(bad, torch.nan, 0.0).to(flat.dtype))
+    return poison
 
 
 def _largest(pieces: Sequence[Tensor]) -> Tensor:
@@ -78,14 +99,3 @@ def _largest(pieces: Sequence[Tensor]) -> Tensor:
 
 def _flags(largest: Tensor) -> Flags:
     return Flags(non_finite=~largest.isfinite().all(), had_gradient=largest != 0)
-
-
-def _largest_by_kernel(group: Group, bucket_flat: Tensor) -> Tensor:
-    from thinwire.kernels.largest import block_table, largest_and_clean
-
-    if group not in _block_tables:
-        _block_tables[group] = block_table(group)
-    return largest_and_clean(bucket_flat, _block_tables[group], len(group.slots))
-
-
-_block_tables: WeakKeyDictionary[Group, Tensor] = WeakKeyDictionary()

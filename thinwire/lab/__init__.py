@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thinwire.lab.counters import Counters, HostTraffic, Traffic, read_own_counters
-from thinwire.lab.lab import Lab, RunResult, clean
+from thinwire.lab.lab import Lab, RunResult, clean, why_no_lab
 from thinwire.lab.runner import RankResult, print_line
 from thinwire.lab.topology import LabSpec
 
@@ -18,4 +18,5 @@ __all__ = [
     "clean",
     "print_line",
     "read_own_counters",
+    "why_no_lab",
 ]

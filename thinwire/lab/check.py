@@ -13,10 +13,11 @@ from pathlib import Path
 from thinwire.errors import UsageError
 from thinwire.lab.counters import ETHERNET_HEADER, IP_TCP_HEADERS, LINK_MTU
 from thinwire.lab.lab import Lab
-from thinwire.lab.processes import start_in_namespace, stop_processes
+from thinwire.lab.processes import start_in_namespace
 from thinwire.lab.rates import format_rate
 from thinwire.lab.records import hosts_file
 from thinwire.lab.topology import Host, LabSpec, Topology
+from thinwire.tools.processes import stop_processes
 
 TOLERANCE = 0.05
 SECONDS = 0.8

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from thinwire.errors import UsageError
 from thinwire.lab.check import check
 from thinwire.lab.counters import write_json
 from thinwire.lab.lab import Lab, RunResult, check_command, clean, find_remains
-from thinwire.lab.rates import UNSHAPED, format_rate
+from thinwire.lab.rates import format_rate
 from thinwire.lab.report import check_table, traffic_table
+from thinwire.lab.rerouting import BY_RELAY
 from thinwire.lab.runner import print_line
 from thinwire.lab.topology import LabSpec
+from thinwire.tools.settings.building import check_fields
+from thinwire.tools.settings.kinds import NewFile, PositiveNumber
+from thinwire.tools.settings.options import DryRun, command
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 """For `app.command`: options after the first word of COMMAND belong to COMMAND."""
@@ -24,52 +28,34 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 EXIT_INTERRUPTED = 130
 
 
-_Command = Annotated[
-    list[str] | None, typer.Argument(metavar="-- COMMAND", help="Run once per rank.")
-]
-_Hosts = Annotated[int, typer.Option(help="Number of emulated hosts.")]
-_Rate = Annotated[
+Command = Annotated[
     list[str] | None,
-    typer.Option(help="Rate of each host's link, each way: 10gbit, or host2=1gbit for one."),
-]
-_RanksPerHost = Annotated[int, typer.Option(help="Processes per host.")]
-_LocalRate = Annotated[str, typer.Option(help="Rate of the TCP traffic inside one host.")]
-_Latency = Annotated[
-    str, typer.Option(help="Delay added one way, such as 500us; needs the kernel's netem.")
-]
-_Check = Annotated[bool, typer.Option("--check", help="Measure every link; fail beyond 5 %.")]
-_Clean = Annotated[
-    bool, typer.Option("--clean", help="Remove what killed labs left, all or those named.")
-]
-_Counters = Annotated[
-    Path | None, typer.Option(help="Write the interfaces' counters to this JSON file.")
-]
-_ShareGpu = Annotated[
-    bool, typer.Option("--share-gpu", help="Let the ranks of one host share a GPU under NCCL.")
-]
-_Mps = Annotated[bool, typer.Option("--mps", help="Run NVIDIA's multi-process service meanwhile.")]
-_Timeout = Annotated[
-    float | None, typer.Option(help="End all ranks after this many seconds (exit code 124).")
-]
-_DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Show hosts, links and command, and start nothing.")
+    typer.Argument(metavar="-- COMMAND", help="Run once per rank.", show_default=False),
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Actions:
+    """What is done beside running the command, or instead of it."""
+
+    check: bool = False
+    """Measure every link; fail beyond 5 %."""
+    clean: bool = False
+    """Remove what killed labs left, all or those named."""
+    counters: NewFile | None = None
+    """Write the interfaces' counters there, as JSON."""
+    timeout: Annotated[PositiveNumber | None, "SECONDS"] = None
+    """End all ranks after so long (exit code 124)."""
+    as_root: bool = False
+    """Under sudo, run COMMAND as root too, and not as you."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@command
 def lab(
-    command: _Command = None,
-    hosts: _Hosts = 2,
-    rate: _Rate = None,
-    ranks_per_host: _RanksPerHost = 1,
-    local_rate: _LocalRate = UNSHAPED,
-    latency: _Latency = "0ms",
-    check_links: _Check = False,
-    clean_up: _Clean = False,
-    counters: _Counters = None,
-    share_gpu: _ShareGpu = False,
-    mps: _Mps = False,
-    timeout: _Timeout = None,
-    dry_run: _DryRun = False,
+    words: Command = None, *, cluster: LabSpec, actions: Actions, dry_run: DryRun = False
 ) -> None:
     """Run COMMAND on an emulated cluster: hosts on this machine, joined by slow links.
 
@@ -78,32 +64,22 @@ def lab(
     Every rank gets what torchrun would give it (RANK, WORLD_SIZE, ...)
     and runs in its host's network namespace. Afterwards a table shows the
     bytes that crossed each host's link. The exit code is the worst of all
-    ranks. Needs root.
+    ranks. Needs root; COMMAND itself runs as the user who called sudo.
     """
-    if clean_up:
-        _clean(command or [], dry_run)
+    program = words or []
+    if actions.clean:
+        _clean(program, dry_run)
         return
-    if timeout is not None and timeout <= 0:
-        raise UsageError(f"timeout is {timeout:g}, but it must be above 0 seconds.")
-    spec = LabSpec(
-        hosts=hosts,
-        rate=rate or UNSHAPED,
-        ranks_per_host=ranks_per_host,
-        local_rate=local_rate,
-        latency=latency,
-        share_gpu=share_gpu,
-        mps=mps,
-    )
-    if command or not check_links:
-        check_command(command or [])
+    if program or not actions.check:
+        check_command(program)
     if dry_run:
-        _show(spec, command or [], check_links)
+        _show(cluster, program, actions.check)
         return
     try:
-        if check_links:
-            _check(spec)
-        if command:
-            _run(spec, command, counters, timeout)
+        if actions.check:
+            _check(cluster)
+        if program:
+            _run(cluster, program, actions)
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
@@ -136,13 +112,17 @@ def _check(spec: LabSpec) -> None:
         raise typer.Exit(1)
 
 
-def _run(spec: LabSpec, command: list[str], counters: Path | None, timeout: float | None) -> None:
+def _run(spec: LabSpec, command: list[str], actions: Actions) -> None:
     with Lab(spec) as running:
         typer.echo(_describe(running), err=True)
-        result = running.run(command, timeout_s=timeout, echo=print_line)
+        if running.relayed:
+            typer.echo(f"latency {spec.latency}: {BY_RELAY}", err=True)
+        result = running.run(
+            command, timeout_s=actions.timeout, echo=print_line, as_root=actions.as_root
+        )
     Console().print(traffic_table(result.traffic))
-    if counters is not None:
-        _write_counters(counters, running, command, result)
+    if actions.counters is not None:
+        _write_counters(actions.counters, running, command, result)
     if result.reason:
         typer.echo(f"lab {running.name}: {result.reason}", err=True)
     raise typer.Exit(result.exit_code)

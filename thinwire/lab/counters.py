@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from thinwire.errors import UsageError
 from thinwire.lab.network import enter_namespace, open_namespace
 from thinwire.lab.rates import format_rate
 from thinwire.lab.topology import INTERFACE, Topology
+from thinwire.tools.files import write_text
 
 ETHERNET_HEADER = 14
 IP_TCP_HEADERS = 20 + 32
@@ -40,13 +41,8 @@ class Counters:
     resent_packets: int = 0
 
     def __sub__(self, earlier: Counters) -> Counters:
-        return Counters(
-            self.tx_bytes - earlier.tx_bytes,
-            self.tx_packets - earlier.tx_packets,
-            self.rx_bytes - earlier.rx_bytes,
-            self.rx_packets - earlier.rx_packets,
-            self.resent_packets - earlier.resent_packets,
-        )
+        pairs = zip(astuple(self), astuple(earlier), strict=True)
+        return Counters(*(now - before for now, before in pairs))
 
     @property
     def tx_payload(self) -> int:
@@ -75,13 +71,8 @@ class HostTraffic:
     inside: Counters
 
     def __sub__(self, earlier: HostTraffic) -> HostTraffic:
-        return HostTraffic(
-            self.host,
-            self.address,
-            self.rate,
-            self.link - earlier.link,
-            self.inside - earlier.inside,
-        )
+        link, inside = self.link - earlier.link, self.inside - earlier.inside
+        return replace(self, link=link, inside=inside)
 
     def as_row(self) -> dict[str, Any]:
         """Return one JSON object; `inside` counts every byte once, as sent."""
@@ -143,7 +134,7 @@ def read_own_counters(interface: str = INTERFACE) -> Counters:
 
 def write_json(path: Path, rows: Sequence[dict[str, Any]], **about: Any) -> None:
     """Write `about` and the rows under "hosts" as one JSON object."""
-    path.write_text(json.dumps({**about, "hosts": list(rows)}, indent=2) + "\n")
+    write_text(path, json.dumps({**about, "hosts": list(rows)}, indent=2) + "\n")
 
 
 def _from_kernel(stats: dict[str, int], resent_packets: int) -> Counters:

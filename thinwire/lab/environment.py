@@ -56,8 +56,8 @@ def rank_environment(
 def nccl_host_id(topology: Topology, rank: Rank) -> str:
     """Return what NCCL takes for the identity of the machine.
 
-    Ranks with the same identity talk through shared memory and must not share a GPU; with
-    `share_gpu` each rank has its own, and all traffic is TCP.
+    Ranks with the same identity talk through shared memory and must not share a GPU. With
+    `share_gpu` each rank has its own identity, and all traffic is TCP.
     """
     host = rank.host.namespace
     return f"{host}-{rank.local_rank}" if topology.spec.share_gpu else host

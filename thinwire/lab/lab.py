@@ -8,17 +8,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from thinwire.errors import UsageError
+from thinwire.lab.accounts import invoking_user
 from thinwire.lab.counters import Traffic, read_traffic
 from thinwire.lab.environment import rank_environment, visible_gpus
 from thinwire.lab.mps import mps_environment, start_mps, stop_mps
-from thinwire.lab.network import create_network, destroy_network, require_privileges
+from thinwire.lab.network import change_rate, create_network, destroy_network, require_privileges
+from thinwire.lab.processes import command_inside
+from thinwire.lab.rates import parse_rate
 from thinwire.lab.records import Record, hosts_file, load_records
+from thinwire.lab.rerouting import start_relay
 from thinwire.lab.runner import Echo, Outcome, RankResult, run_ranks
-from thinwire.lab.signals import signals_as_exceptions, signals_held
 from thinwire.lab.topology import LabSpec, Topology, plan_topology
+from thinwire.tools.processes import stop_processes
+from thinwire.tools.signals import signals_as_exceptions, signals_held
 
 FIRST_PORT = 29500
 """torch's usual rendezvous port; each run in a lab takes the next, the last may be in TIME_WAIT."""
@@ -44,12 +48,14 @@ class Lab:
     `with Lab(LabSpec(hosts=2, rate="1gbit")) as lab: result = lab.run(["python", "train.py"])`
 
     Everything the lab creates is removed at the end of the block, also after an error, Ctrl-C or
-    SIGTERM; `clean()` removes what a killed process left.
+    SIGTERM. `clean()` removes what a killed process left.
     """
 
     def __init__(self, spec: LabSpec) -> None:
         self.spec = spec
         self.topology: Topology
+        self.relayed = False
+        """Whether a program delays the packets, because the kernel cannot."""
         self._record: Record
         self._stack = ExitStack()
         self._runs = 0
@@ -63,16 +69,14 @@ class Lab:
             if self.spec.mps:
                 start_mps(self._record)
             _write_hosts(self.topology)
-            create_network(self.topology, self._record)
+            self.relayed = create_network(self.topology, self._record)
+            if self.relayed:
+                relay = start_relay(self.topology, hosts_file(self.topology.name))
+                building.callback(stop_processes, [relay], 0.0)
             self._stack = building.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if os.getpid() == self._record.owner:  # not in a child that was forked inside the block
             self._stack.close()
 
@@ -80,6 +84,13 @@ class Lab:
     def name(self) -> str:
         """The prefix of every name this lab created."""
         return self.topology.name
+
+    def change_rate(self, rate: str) -> None:
+        """Give all links that are shaped another rate, while a command runs on them."""
+        bits = parse_rate(rate)
+        if bits is None or None in self.spec.rates:
+            raise UsageError(f"rate is {rate!r}; only links with a rate can be given another one")
+        change_rate(self.topology, bits)
 
     def traffic(self) -> Traffic:
         """Return the counters of every host since the lab was built."""
@@ -92,23 +103,19 @@ class Lab:
         timeout_s: float | None = None,
         env: Mapping[str, str] | None = None,
         echo: Echo | None = None,
+        as_root: bool = False,
     ) -> RunResult:
         """Run `command` once per rank and return exit codes, output and traffic.
 
-        `env` adds to this process's environment, under the lab's own variables. `echo(line, stream)`
+        Under sudo it runs as the user who called that, unless `as_root`. `env` adds to this process's environment, under the lab's own variables. `echo(line, stream)`
         is called with every line of output as it comes; without it output is only collected.
         """
         check_command(command)
-        base = {**os.environ, **(env or {})}
-        gpus = visible_gpus(base)
-        port = FIRST_PORT + self._runs
-        self._runs += 1
-        environments = [
-            rank_environment(self.topology, rank, port, gpus, base) | mps_environment(self._record)
-            for rank in self.topology.ranks()
-        ]
+        account = None if as_root else invoking_user()
+        own = {} if account is None else account.environment
+        environments = self._environments({**os.environ, **own, **(env or {})})
         before = self.traffic()
-        outcome: Outcome = run_ranks(self.topology, command, environments, timeout_s, echo)
+        outcome: Outcome = run_ranks(self.topology, command, environments, timeout_s, echo, account)
         return RunResult(
             outcome.exit_code,
             outcome.reason,
@@ -116,6 +123,36 @@ class Lab:
             self.traffic() - before,
             outcome.seconds,
         )
+
+    def seats(self, command: Sequence[str]) -> list[tuple[list[str], dict[str, str]]]:
+        """For a launcher of its own: what to start for each rank, and with which environment, so that `command` runs on its host.
+
+        The launcher must be this process; it ends what it started before the lab does.
+        """
+        hosts = hosts_file(self.topology.name)
+        commands = [
+            command_inside(rank.host.namespace, hosts, command) for rank in self.topology.ranks()
+        ]
+        return list(zip(commands, self._environments(os.environ), strict=True))
+
+    def _environments(self, base: Mapping[str, str]) -> list[dict[str, str]]:
+        """One per rank; each call is for another run."""
+        gpus = visible_gpus(base)
+        port = FIRST_PORT + self._runs
+        self._runs += 1
+        return [
+            rank_environment(self.topology, rank, port, gpus, base) | mps_environment(self._record)
+            for rank in self.topology.ranks()
+        ]
+
+
+def why_no_lab(spec: LabSpec) -> str:
+    """Why such a lab cannot be built here, in one sentence; empty if it can. It is built to find out, and removed."""
+    try:
+        with Lab(spec):
+            return ""
+    except UsageError as refusal:
+        return str(refusal)
 
 
 def check_command(command: Sequence[str]) -> None:

@@ -6,12 +6,13 @@ import contextlib
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import time
 from pathlib import Path
 
 from thinwire.errors import UsageError
-from thinwire.lab.records import Record, process_start, run_directory
+from thinwire.lab.records import Record, is_own, process_start, run_directory
 
 CONTROL = "nvidia-cuda-mps-control"
 
@@ -25,11 +26,11 @@ def start_mps(record: Record) -> None:
             f"mps is asked for, but {CONTROL} is not on the PATH; without it ranks take turns on a "
             "shared GPU, which works but is slower."
         )
-    folder = run_directory() / f"{record.name}-mps"
+    folder = _folder_of(record)
     record.mps_directory = str(folder)
     record.save()
     for name in ("pipe", "log"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name).mkdir(parents=True)
     started = subprocess.run(
         [CONTROL, "-d"], env=_environment(folder), capture_output=True, text=True, timeout=30
     )
@@ -57,7 +58,15 @@ def stop_mps(record: Record) -> None:
     """
     if record.mps_directory is None:
         return
-    folder = Path(record.mps_directory)
+    folder = _folder_of(record)
+    if not folder.exists():
+        record.mps_directory = None
+        return
+    if record.mps_directory != str(folder) or not is_own(folder, stat.S_ISDIR):
+        raise UsageError(
+            f'the folder "{record.mps_directory}" was not created by lab {record.name}: remove it by hand and then '
+            f"the record {record.path}."
+        )
     pid = _daemon_pid(folder)
     if pid is not None and shutil.which(CONTROL) is not None:
         with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed below
@@ -70,6 +79,10 @@ def stop_mps(record: Record) -> None:
     record.mps_directory = None
 
 
+def _folder_of(record: Record) -> Path:
+    return run_directory() / f"{record.name}-mps"
+
+
 def _environment(folder: Path) -> dict[str, str]:
     return {
         **os.environ,
@@ -79,8 +92,10 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _daemon_pid(folder: Path) -> int | None:
+    """The process that its own file names; a file that somebody else has put there is not believed."""
+    file = folder / "pipe" / _PID_FILE
     try:
-        return int((folder / "pipe" / _PID_FILE).read_text().strip())
+        return int(file.read_text().strip()) if is_own(file, stat.S_ISREG) else None
     except (OSError, ValueError):
         return None
 

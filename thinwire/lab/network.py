@@ -9,17 +9,22 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 from thinwire.errors import UsageError
 from thinwire.lab.processes import kill_inside, namespace_inode
 from thinwire.lab.records import LAB_NAME, Record
+from thinwire.lab.rerouting import reroute, turn_offloads_off
 from thinwire.lab.shaping import delay, shape
-from thinwire.lab.signals import signals_held
 from thinwire.lab.topology import INTERFACE, Host, Topology
+from thinwire.tools.signals import signals_held
 
 VIRTUAL_RANKS = "`thinwire bench exchange --virtual` runs all ranks in one process without it"
+
+MISSING = (errno.ENOENT, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a kernel says to something that it was built without."""
 
 _BRIDGE = "br0"
 
@@ -31,13 +36,17 @@ def require_privileges() -> None:
     _pyroute2()
 
 
-def create_network(topology: Topology, record: Record) -> None:
+def create_network(topology: Topology, record: Record) -> bool:
     """Build the lab's network; on any error the caller destroys what `record` holds.
+
+    Returns whether a relay has to be started for its latency, because the kernel lacks netem.
 
     1. A namespace with a bridge, the switch.
     2. For each host a namespace, a link to the switch, an address.
     3. A token bucket on both ends of the link, and on the loopback if its rate is set.
+    4. The latency, if there is one.
     """
+    relayed = False
     with _kernel_errors("network namespaces, bridges and veth links"):
         _create_namespace(topology.switch, record)
         with open_namespace(topology.switch) as switch:
@@ -49,6 +58,9 @@ def create_network(topology: Topology, record: Record) -> None:
                 with open_namespace(host.namespace) as inside:
                     _connect(topology, host, inside, switch, bridge)
                     _shape(topology, host, inside, switch)
+                    if topology.spec.latency_us:
+                        relayed = _delay(topology, host, inside, switch, bridge)
+    return relayed
 
 
 def destroy_network(record: Record) -> None:
@@ -128,11 +140,33 @@ def _shape(topology: Topology, host: Host, inside: Any, switch: Any) -> None:
         if topology.spec.local_bits is not None:
             loopback = interface_index(inside, "lo")
             shape(inside, loopback, topology.spec.local_bits, whole_segments=True)
-    if topology.spec.latency_us:
-        with _kernel_errors(
-            f"the netem queue (CONFIG_NET_SCH_NETEM), which latency {topology.spec.latency} needs"
-        ):
-            delay(inside, own, topology.spec.latency_us, below_bucket=host.rate is not None)
+
+
+def _delay(topology: Topology, host: Host, inside: Any, switch: Any, bridge: int) -> bool:
+    """Delay what a host sends, by the kernel's netem; True if that is missing and a relay has to do it."""
+    own = interface_index(inside, INTERFACE)
+    try:
+        delay(inside, own, topology.spec.latency_us, below_bucket=host.rate is not None)
+        return False
+    except _pyroute2().NetlinkError as error:
+        if error.code not in MISSING:
+            raise
+    reroute(host, inside, switch, bridge)
+    # A thread of its own: only the thread that enters a namespace is in it, for ever.
+    with ThreadPoolExecutor(1, initializer=enter_namespace, initargs=(host.namespace,)) as one:
+        one.submit(turn_offloads_off).result()
+    return True
+
+
+def change_rate(topology: Topology, rate: int) -> None:
+    """Give the links of all hosts that have a token bucket another rate, while something runs on them."""
+    with open_namespace(topology.switch) as switch:
+        for host in topology.hosts:
+            if host.rate is None:
+                continue
+            with open_namespace(host.namespace) as inside:
+                shape(inside, interface_index(inside, INTERFACE), rate, again=True)
+                shape(switch, interface_index(switch, host.name), rate, again=True)
 
 
 @contextmanager
@@ -148,7 +182,7 @@ def _kernel_errors(feature: str) -> Iterator[None]:
                 "thinwire lab needs root with the capabilities NET_ADMIN and SYS_ADMIN (a container "
                 f"must be given them) to create network namespaces; {VIRTUAL_RANKS}."
             ) from error
-        if code in (errno.ENOENT, errno.EOPNOTSUPP, errno.ENOSYS):
+        if code in MISSING:
             raise UsageError(f"this machine's kernel lacks {feature}.") from error
         raise
 

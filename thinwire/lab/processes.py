@@ -10,6 +10,9 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from thinwire.lab.accounts import Account
+from thinwire.tools.processes import start_process
+
 NAMESPACE_FOLDER = Path("/var/run/netns")
 """Where the kernel's users keep named namespaces, so that `ip netns` sees the lab's too."""
 
@@ -24,47 +27,28 @@ def namespace_inode(name: str) -> int | None:
         return None
 
 
+def command_inside(
+    namespace: str, hosts_file: Path, command: Sequence[str], account: Account | None = None
+) -> list[str]:
+    """What runs `command` inside a namespace, for a process of this one that starts it.
+
+    It sees `hosts_file` as /etc/hosts, runs as `account` if one is given, and dies with this process.
+    """
+    enter = [sys.executable, "-I", "-S", str(_ENTER), str(NAMESPACE_FOLDER / namespace)]
+    user = "-" if account is None else f"{account.uid}:{account.gid}"
+    return [*enter, str(hosts_file), str(os.getpid()), user, *command]
+
+
 def start_in_namespace(
     namespace: str,
     hosts_file: Path,
     command: Sequence[str],
     env: Mapping[str, str],
+    account: Account | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `command` inside a namespace, in a session of its own, with its output in pipes.
-
-    It sees `hosts_file` as /etc/hosts, and it dies with this process.
-    """
-    enter = [sys.executable, "-I", "-S", str(_ENTER), str(NAMESPACE_FOLDER / namespace)]
-    return subprocess.Popen(
-        [*enter, str(hosts_file), str(os.getpid()), *command],
-        env=dict(env),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-
-
-def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to a started process and the children that stayed in its session."""
-    if process.poll() is None:
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
-
-
-def stop_processes(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
-    """Ask every process to end, wait `grace_s`, then kill what is left."""
-    for process in processes:
-        signal_group(process, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for process in processes:
-        signal_group(process, signal.SIGKILL)
-    for process in processes:
-        process.wait()
+    """Start `command` inside a namespace, in a session of its own, with its output in pipes."""
+    entered = command_inside(namespace, hosts_file, command, account)
+    return start_process(entered, env, subprocess.PIPE)
 
 
 def kill_inside(inodes: Collection[int], wait_s: float = 5.0) -> None:

@@ -29,19 +29,24 @@ def parse_rate(text: str, field: str = "rate") -> int | None:
     """Return bits per second, or None for "unshaped"; `field` names the setting in errors."""
     if text.strip().lower() == UNSHAPED:
         return None
-    match = _RATE.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(
-            f'{field} is "{text}", but a rate is a number with kbit, mbit or gbit '
-            f'(such as 10gbit or 500mbit) or "{UNSHAPED}".'
-        )
-    bits = round(float(match[1]) * _RATE_UNITS[match[2].lower()])
+    bits = parse_bits(text, field)
     if not MINIMUM_RATE <= bits <= MAXIMUM_RATE:
         raise UsageError(
             f"{field} is {text}, but the kernel's token bucket is used from "
             f"{format_rate(MINIMUM_RATE)} to {format_rate(MAXIMUM_RATE)} here."
         )
     return bits
+
+
+def parse_bits(text: str, field: str = "rate") -> int:
+    """Bits per second of any link, of this machine or not."""
+    match = _RATE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            f'{field} is "{text}", but a rate is a number with kbit, mbit or gbit '
+            f'(such as 10gbit or 500mbit) or "{UNSHAPED}".'
+        )
+    return round(float(match[1]) * _RATE_UNITS[match[2].lower()])
 
 
 def format_rate(bits: float | None) -> str:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from thinwire.errors import UsageError
 
 LAB_NAME = re.compile(r"tw[0-9a-f]{8}")
 
@@ -15,10 +19,24 @@ _RUN_DIRECTORY = Path("/run/thinwire")
 
 
 def run_directory() -> Path:
-    """Return the folder of the records, created if missing; THINWIRE_RUN_DIR overrides it."""
+    """Return the folder of the records, created if missing; THINWIRE_RUN_DIR overrides it.
+
+    What a record names is removed by root, so nobody else may write there. Others may pass through, to a daemon's pipe.
+    """
     folder = Path(os.environ.get("THINWIRE_RUN_DIR", _RUN_DIRECTORY))
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o711, parents=True, exist_ok=True)
+    if not is_own(folder, stat.S_ISDIR):
+        raise UsageError(
+            f"the folder of lab records is '{folder}'; it must belong to you, be no link, and be closed to other writers."
+        )
     return folder
+
+
+def is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Whether it is of that kind, belongs to this process's user, and nobody else can write to it."""
+    status = path.lstat()
+    mine = status.st_uid == os.geteuid()
+    return mine and is_kind(status.st_mode) and not status.st_mode & 0o022
 
 
 @dataclass
@@ -84,10 +102,31 @@ def load_records() -> list[Record]:
     records = []
     for path in sorted(run_directory().glob("tw*.json")):
         try:
-            records.append(Record(**json.loads(path.read_text())))
+            records.append(_read_record(path))
         except FileNotFoundError:  # that lab has just closed
             continue
     return records
+
+
+def _read_record(path: Path) -> Record:
+    """UsageError for a file that no lab of this user has written."""
+    if not is_own(path, stat.S_ISREG):
+        raise UsageError(
+            f"the lab record '{path}' was not written by you; remove it by hand if you know what it is."
+        )
+    try:
+        record = Record(**json.loads(path.read_text()))
+        whole = isinstance(record.owner, int) and all(
+            isinstance(name, str) and (inode is None or isinstance(inode, int))
+            for name, inode in record.namespaces.items()
+        )
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        whole = False
+    if not whole or record.path != path or LAB_NAME.fullmatch(record.name) is None:
+        raise UsageError(
+            f"the lab record '{path}' is damaged; look with `ip netns` for what its lab left, and remove it by hand."
+        )
+    return record
 
 
 def process_start(pid: int) -> int | None:

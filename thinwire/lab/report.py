@@ -6,44 +6,46 @@ from rich.table import Table
 
 from thinwire.lab.check import TOLERANCE, CheckReport
 from thinwire.lab.counters import Traffic
+from thinwire.tools.tables import format_table
+
+TRAFFIC = {
+    "host": "{host.host}",
+    "sent": "{tx_bytes:,.3f}",
+    "payload": "{tx_payload:,.3f}",
+    "packets": "{host.link.tx_packets:,}",
+    "resent": "{host.link.resent_packets:,}",
+    "received": "{rx_bytes:,.3f}",
+    "payload ": "{rx_payload:,.3f}",
+    "inside": "{inside:,.3f}",
+}
+LINKS = {
+    "link": "{link.link}",
+    "asked": "{expected:,.1f}",
+    "measured": "{measured:,.1f}",
+    "payload": "{payload:,.1f}",
+    "off by": "{link.error:+.1%}",
+    "": "{verdict}",
+}
 
 
 def traffic_table(traffic: Traffic) -> Table:
-    """Return one line per host in MB: what crossed its link, with and without packet headers."""
-    table = Table(title="what crossed each host's link, in MB, and what stayed inside the host")
-    table.add_column("host")
-    sending = ("sent", "payload", "packets", "resent")
-    for column in (*sending, "received", "payload", "inside"):
-        table.add_column(column, justify="right")
+    """One line per host in MB: what crossed its link, with and without packet headers."""
+    rows = []
     for host in traffic.hosts:
-        link = host.link
-        table.add_row(
-            host.host,
-            _megabytes(link.tx_bytes),
-            _megabytes(link.tx_payload),
-            f"{link.tx_packets:,}",
-            f"{link.resent_packets:,}",
-            _megabytes(link.rx_bytes),
-            _megabytes(link.rx_payload),
-            _megabytes(host.inside.tx_bytes),
-        )
-    return table
+        sizes = ("tx_bytes", "tx_payload", "rx_bytes", "rx_payload")
+        megabytes = {name: getattr(host.link, name) / 1e6 for name in sizes}
+        rows.append({"host": host, "inside": host.inside.tx_bytes / 1e6, **megabytes})
+    title = "what crossed each host's link, in MB, and what stayed inside the host"
+    return format_table(TRAFFIC, rows, title=title)
 
 
 def check_table(report: CheckReport) -> Table:
-    """Return one line per measured stream, in mbit."""
-    ceiling = f"{report.ceiling / 1e9:.1f} gbit"
-    table = Table(title=f"links, in mbit (this machine's ceiling, unshaped: {ceiling})")
-    table.add_column("link")
-    for column in ("asked", "measured", "payload", "off by"):
-        table.add_column(column, justify="right")
-    table.add_column("")
+    """One line per measured stream, in mbit."""
+    rows = []
     for link in report.links:
-        numbers = [f"{value / 1e6:,.1f}" for value in (link.expected, link.measured, link.payload)]
+        megabits = {name: getattr(link, name) / 1e6 for name in ("expected", "measured", "payload")}
         verdict = "ok" if link.ok else f"> {TOLERANCE:.0%}"
-        table.add_row(link.link, *numbers, f"{link.error:+.1%}", verdict)
-    return table
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.3f}"
+        rows.append({"link": link, "verdict": verdict, **megabits})
+    ceiling = f"{report.ceiling / 1e9:.1f} gbit"
+    title = f"links, in mbit (this machine's ceiling, unshaped: {ceiling})"
+    return format_table(LINKS, rows, title=title)

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TextIO
 
-from thinwire.lab.processes import kill_inside, namespace_inode, start_in_namespace, stop_processes
+from thinwire.lab.accounts import Account
+from thinwire.lab.processes import kill_inside, namespace_inode, start_in_namespace
 from thinwire.lab.records import hosts_file
 from thinwire.lab.topology import Rank, Topology
+from thinwire.tools.processes import stop_processes, wait_together
 
 EXIT_TIMEOUT = 124
 GRACE_S = 3.0
@@ -96,8 +98,9 @@ def run_ranks(
     environments: Sequence[Mapping[str, str]],
     timeout_s: float | None = None,
     echo: Echo | None = None,
+    account: Account | None = None,
 ) -> Outcome:
-    """Run `command` once per rank and wait for all of them.
+    """Run `command` once per rank, as `account` if one is given, and wait for all of them.
 
     1. Start every rank inside its host's namespace.
     2. Wait until all have ended, one has failed, or time is up; then end the rest.
@@ -108,10 +111,9 @@ def run_ranks(
     started = time.monotonic()
     try:
         for rank, env in zip(topology.ranks(), environments, strict=True):
-            process = start_in_namespace(rank.host.namespace, hosts, command, env)
+            process = start_in_namespace(rank.host.namespace, hosts, command, env, account)
             workers.append(_Worker(rank, process, _label(rank), echo or _silent))
-        timed_out = _wait(workers, None if timeout_s is None else started + timeout_s)
-        ended = {worker.rank.rank for worker in workers if worker.process.poll() is not None}
+        codes = wait_together([worker.process for worker in workers], timeout_s)
     finally:
         stop_processes([worker.process for worker in workers], GRACE_S)
         inodes = [namespace_inode(host.namespace) for host in topology.hosts]
@@ -119,8 +121,9 @@ def run_ranks(
         for worker in workers:
             worker.finish_reading()
     seconds = time.monotonic() - started
-    results = tuple(worker.result(worker.rank.rank not in ended) for worker in workers)
-    if timed_out:
+    pairs = zip(workers, codes, strict=True)
+    results = tuple(worker.result(stopped=code is None) for worker, code in pairs)
+    if None in codes and not any(codes):
         return Outcome(EXIT_TIMEOUT, f"time was up after {timeout_s:g} s.", results, seconds)
     worst = max((result for result in results if not result.stopped), key=lambda r: r.exit_code)
     return Outcome(worst.exit_code, _explain(worst), results, seconds)
@@ -138,17 +141,6 @@ def _silent(text: str, target: TextIO) -> None:
 
 def _label(rank: Rank) -> str:
     return f"[{rank.host.name} rank {rank.rank}]"
-
-
-def _wait(workers: Sequence[_Worker], deadline: float | None) -> bool:
-    """Return when all ranks have ended or one has failed; True if the deadline passed first."""
-    while True:
-        codes = [worker.process.poll() for worker in workers]
-        if all(code is not None for code in codes) or any(codes):
-            return False
-        if deadline is not None and time.monotonic() > deadline:
-            return True
-        time.sleep(0.02)
 
 
 def _explain(worst: RankResult) -> str:

@@ -41,11 +41,13 @@ def choose_queue(rate: int) -> int:
     return max(SMALLEST_QUEUE_BYTES, int(rate / 8 * QUEUE_S))
 
 
-def shape(link: Any, index: int, rate: int, whole_segments: bool = False) -> None:
-    """Put a token bucket on the sending side of an interface; `link` is a pyroute2 socket."""
+def shape(
+    link: Any, index: int, rate: int, whole_segments: bool = False, *, again: bool = False
+) -> None:
+    """Put a token bucket on the sending side of an interface, or change the one there `again`; `link` is a pyroute2 socket."""
     burst = choose_burst(rate, whole_segments)
     link.tc(
-        "add",
+        "change" if again else "add",
         "tbf",
         index,
         handle=0x10000,
@@ -59,11 +61,5 @@ def delay(link: Any, index: int, latency_us: int, below_bucket: bool) -> None:
     """Delay what an interface sends: inside its token bucket if it has one, else directly."""
     parent = {"parent": 0x10001} if below_bucket else {}
     link.tc(
-        "add",
-        "netem",
-        index,
-        handle=0x20000,
-        delay=latency_us,
-        limit=NETEM_QUEUE_PACKETS,
-        **parent,
+        "add", "netem", index, handle=0x20000, delay=latency_us, limit=NETEM_QUEUE_PACKETS, **parent
     )

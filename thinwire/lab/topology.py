@@ -6,6 +6,7 @@ import ipaddress
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from thinwire.errors import UsageError
 from thinwire.lab.rates import UNSHAPED, parse_host_rates, parse_latency, parse_rate
@@ -28,14 +29,14 @@ class LabSpec:
 
     hosts: int = 2
     """Number of hosts, named host1, host2, ..."""
-    rate: str | Sequence[str] = UNSHAPED
-    """Rate of each host's link, each way: "10gbit", or ["10gbit", "host2=1gbit"]."""
+    rate: Annotated[str | Sequence[str], "RATE"] = UNSHAPED
+    """Rate of each host's link, each way: 10gbit, or host2=1gbit for one; may be given several times."""
     ranks_per_host: int = 1
     """Processes per host; they share the host's address and link."""
-    local_rate: str = UNSHAPED
+    local_rate: Annotated[str, "RATE"] = UNSHAPED
     """Rate of all TCP traffic inside one host together."""
-    latency: str = "0ms"
-    """Delay added one way to every packet that leaves a host; needs the kernel's netem."""
+    latency: Annotated[str, "TIME"] = "0ms"
+    """Delay added one way to every packet that leaves a host, such as 500us; by the kernel's netem, or by a relay where it is missing."""
     share_gpu: bool = False
     """Give every rank its own NCCL_HOSTID, so that ranks of one host may share a GPU."""
     mps: bool = False

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.kernels.inspection import drop_if_bad
 from thinwire.lowrank.basis import exact_products
 from thinwire.lowrank.layout import FactorLayout, Factors
 from thinwire.lowrank.memory import LowRankMemory
@@ -15,7 +16,7 @@ from thinwire.memory.account import Account
 
 @dataclass(eq=False)
 class Sent:
-    """Factors on their way: of every matrix this rank accounts for factor x basis^T, or its transpose on side "q"."""
+    """Factors on their way. Of every matrix this rank accounts for factor x basis^T, on side "q" for its transpose."""
 
     layout: FactorLayout
     factors: Tensor
@@ -46,7 +47,7 @@ class Sent:
                 batch.add(flat, p, q, alpha)
 
     def settle(self, c: Tensor, bad: Tensor, before: Tensor | None) -> None:
-        """Take out what was accepted; after an earlier verdict, put back what the later one has turned bad."""
+        """Take out what was accepted. After an earlier verdict: put back what this one has turned bad."""
         used = self.had > 0
         good = self.layout.spread(used & ~bad)
         if before is None:
@@ -56,7 +57,7 @@ class Sent:
             self.add_to(c, self.layout.spread(used & bad & ~before), 1)
         assert self.replaced is not None
         self.memory.keep(self.layout, torch.where(good, self.renewed, self.replaced))
-        drop_overflow(c, bad)
+        drop_if_bad(c, bad)
 
     def accepted(self, c: Tensor) -> Tensor:
         total = torch.zeros_like(c)
@@ -75,7 +76,7 @@ class LowRankAccount(Account):
 
     def settle(self, bad: Tensor) -> None:
         if self.sent is None:
-            drop_overflow(self.c, bad)
+            drop_if_bad(self.c, bad)
         else:
             self.sent.settle(self.c, bad, self._verdict)
         if self._rounding is None:
@@ -85,9 +86,3 @@ class LowRankAccount(Account):
 
     def accepted(self) -> Tensor:
         return torch.zeros_like(self.c) if self.sent is None else self.sent.accepted(self.c)
-
-
-def drop_overflow(c: Tensor, bad: Tensor) -> None:
-    """A sum of finite numbers can overflow. The step is bad then, so a host that may look has to clean only then."""
-    if c.device.type != "cpu" or bool(bad):
-        torch.nan_to_num_(c, nan=0.0, posinf=0.0, neginf=0.0)

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.requests import Program
 from thinwire.lowrank.basis import name_hash
-from thinwire.lowrank.compressor import LowRankCompressor, Round
+from thinwire.lowrank.compressor import LowRankCompressor, LowRankStep
 from thinwire.lowrank.layout import Factors
 from thinwire.lowrank.matrices import Matrices
 
@@ -33,7 +33,7 @@ class AlternatingCompressor(LowRankCompressor):
     def values(self, shape: Matrices, mode: Hashable) -> int:
         return shape.count * shape.side(str(mode)) * shape.rank(self.rank)
 
-    def run(self, now: Round) -> Program[Outcome]:
+    def run(self, now: LowRankStep) -> Program[Outcome]:
         sides = [str(batch.mode) for batch in now.table.batches]
         sent = self.layout(now, sides)
         other = self.layout(now, [OTHER_SIDE[side] for side in sides])

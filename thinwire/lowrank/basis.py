@@ -81,7 +81,8 @@ def exact_products(device: torch.device) -> Iterator[None]:
     precision = _PRECISIONS["cuda" if device.type == "cuda" else "cpu"]
     precision.raise_it()
     try:
-        if torch.is_autocast_enabled(device.type):
+        # A run on shapes alone (the meta device) has no autocast to ask.
+        if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
             with torch.autocast(device.type, enabled=False):
                 yield
         else:

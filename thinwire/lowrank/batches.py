@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.layout import Group
 from thinwire.lowrank.matrices import Matrices
-from thinwire.plan.groups import Group
 
 
 @dataclass(frozen=True)
-class Run:
+class MatrixRun:
     """Matrices at equal distances, so that one strided view holds them all."""
 
     first: int
@@ -28,7 +28,7 @@ class MatrixBatch:
     members: tuple[tuple[str, Matrices], ...]
     rank: int
     mode: Hashable
-    runs: tuple[Run, ...]
+    runs: tuple[MatrixRun, ...]
     owners: tuple[int, ...]
     """Which slot of the group each matrix belongs to."""
     device: torch.device
@@ -48,7 +48,7 @@ class MatrixBatch:
         return (self.size, self.shape.side(side), self.rank)
 
     def views(self, flat: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """(which matrices, [b, rows, columns] inside `flat`) run by run."""
+        """(slice of the batch, [b, rows, columns] inside `flat`) run by run."""
         _, row, column = self.shape.strides
         done = 0
         for run in self.runs:
@@ -62,24 +62,24 @@ class MatrixBatch:
 
     def multiply(self, flat: Tensor, basis: Tensor, side: str, out: Tensor) -> None:
         """out = A x basis for side "p", A^T x basis for side "q"."""
-        for which, matrices in self.views(flat):
-            placed, target = self._placed(matrices), self._placed(out[which])
+        for part, matrices in self.views(flat):
+            placed, target = self._placed(matrices), self._placed(out[part])
             left = placed if side == "p" else placed.mT
-            torch.bmm(left, self._placed(basis[which]), out=target)
-            _put_back(target, out[which])
+            torch.bmm(left, self._placed(basis[part]), out=target)
+            _put_back(target, out[part])
 
     def rebuild(self, flat: Tensor, p: Tensor, q: Tensor) -> None:
         """Write p q^T into the matrices."""
-        for which, matrices in self.views(flat):
+        for part, matrices in self.views(flat):
             target = self._placed(matrices)
-            torch.bmm(self._placed(p[which]), self._placed(q[which]).mT, out=target)
+            torch.bmm(self._placed(p[part]), self._placed(q[part]).mT, out=target)
             _put_back(target, matrices)
 
     def add(self, flat: Tensor, p: Tensor, q: Tensor, alpha: int) -> None:
         """Add alpha x p q^T to the matrices."""
-        for which, matrices in self.views(flat):
+        for part, matrices in self.views(flat):
             target = self._placed(matrices)
-            target.baddbmm_(self._placed(p[which]), self._placed(q[which]).mT, alpha=alpha)
+            target.baddbmm_(self._placed(p[part]), self._placed(q[part]).mT, alpha=alpha)
             _put_back(target, matrices)
 
     def _placed(self, tensor: Tensor) -> Tensor:
@@ -105,10 +105,10 @@ def make_batches(
     round differently, so that results would depend on the bucketing.
     """
     members: dict[Hashable, list[int]] = {}
-    for which, (shape, mode) in enumerate(zip(shapes, modes, strict=True)):
-        alone = which if one_by_one else None
+    for index, (shape, mode) in enumerate(zip(shapes, modes, strict=True)):
+        alone = index if one_by_one else None
         key = (shape.rows, shape.columns, shape.strides[1:], mode, alone)
-        members.setdefault(key, []).append(which)
+        members.setdefault(key, []).append(index)
     return [
         _make_batch(group, shapes, rank, modes, chosen, one_by_one) for chosen in members.values()
     ]
@@ -123,13 +123,13 @@ def _make_batch(
     alone: bool,
 ) -> MatrixBatch:
     offsets = [
-        group.slots[which].offset + number * shapes[which].strides[0]
-        for which in chosen
-        for number in range(shapes[which].count)
+        group.slots[index].offset + number * shapes[index].strides[0]
+        for index in chosen
+        for number in range(shapes[index].count)
     ]
-    owners = tuple(which for which in chosen for _ in range(shapes[which].count))
+    owners = tuple(index for index in chosen for _ in range(shapes[index].count))
     return MatrixBatch(
-        members=tuple((group.slots[which].name, shapes[which]) for which in chosen),
+        members=tuple((group.slots[index].name, shapes[index]) for index in chosen),
         rank=shapes[chosen[0]].rank(rank),
         mode=modes[chosen[0]],
         runs=tuple(find_runs(offsets)),
@@ -139,7 +139,7 @@ def _make_batch(
     )
 
 
-def find_runs(offsets: Sequence[int]) -> Iterator[Run]:
+def find_runs(offsets: Sequence[int]) -> Iterator[MatrixRun]:
     """Cut a list of offsets into stretches with a constant step."""
     start = 0
     while start < len(offsets):
@@ -147,5 +147,5 @@ def find_runs(offsets: Sequence[int]) -> Iterator[Run]:
         step = offsets[end] - offsets[start] if end < len(offsets) else 1
         while end < len(offsets) and offsets[end] - offsets[end - 1] == step:
             end += 1
-        yield Run(offsets[start], step, end - start)
+        yield MatrixRun(offsets[start], step, end - start)
         start = end

@@ -1,4 +1,4 @@
-"""What PowerSGD and ACP-SGD share: a group of parameters as batches of matrices, a buffer of factors, flags beside them."""
+"""LowRankCompressor: what PowerSGD and ACP-SGD share. A group is batches of matrices; factors and flags travel in one buffer."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from thinwire.compressor import BucketStep, Compressor, GroupStep, Opened
+from thinwire.compress.base import Compressor, GroupPlan, GroupStep, Opened, Route, Terms
 from thinwire.exchange.base import Outcome
-from thinwire.exchange.requests import Batch, Place, Program
-from thinwire.layout import ParameterInfo, Slot
+from thinwire.exchange.requests import Place, Program
+from thinwire.kernels.inspection import inspect
+from thinwire.layout import Group, ParameterInfo, Slot
 from thinwire.lowrank.account import LowRankAccount
 from thinwire.lowrank.batches import MatrixBatch, make_batches
 from thinwire.lowrank.cuda.group import GroupKernels
-from thinwire.lowrank.cuda.products import ALIGNMENT, KernelProducts, can_multiply
+from thinwire.lowrank.cuda.products import KernelProducts, reason_against
 from thinwire.lowrank.hosts import HostSum
 from thinwire.lowrank.layout import FactorLayout
 from thinwire.lowrank.matrices import Matrices, matrices_of
 from thinwire.lowrank.memory import LowRankMemory
 from thinwire.lowrank.products import Products, TorchProducts
 from thinwire.lowrank.summing import FactorSum
-from thinwire.plan.groups import Group
 
 
 class Table:
@@ -36,8 +35,6 @@ class Table:
         self.entries = list(entries)
         """How many numbers travel for each slot."""
         self._layouts: dict[tuple[str, ...], FactorLayout] = {}
-        self.kernels: dict[tuple[torch.dtype, int], GroupKernels | None] = {}
-        """By the bucket's dtype and the world; None where there are none for these matrices."""
 
     def layout(self, sides: Sequence[str], memory: LowRankMemory, like: Tensor) -> FactorLayout:
         key = tuple(sides)
@@ -52,15 +49,18 @@ class Table:
 
 
 @dataclass(frozen=True, eq=False)
-class Round:
+class LowRankStep:
     """One group in one step, ready to be multiplied."""
 
     table: Table
-    account: LowRankAccount
     products: Products
     sum: FactorSum | HostSum
     counts: dict[str, int]
     """How often each parameter has been exchanged before."""
+
+    @property
+    def account(self) -> LowRankAccount:
+        return self.products.account
 
 
 class LowRankCompressor(Compressor):
@@ -76,9 +76,6 @@ class LowRankCompressor(Compressor):
         self.memory: LowRankMemory = LowRankMemory(rank)
         self._infos: dict[str, ParameterInfo] = {}
         self._device = torch.device("cpu")
-        self._tables: WeakKeyDictionary[Group, dict[tuple[Hashable, ...], Table]] = (
-            WeakKeyDictionary()
-        )
 
     @abstractmethod
     def mode(self, name: str, count: int) -> Hashable:
@@ -93,82 +90,31 @@ class LowRankCompressor(Compressor):
         return False
 
     @abstractmethod
-    def run(self, now: Round) -> Program[Outcome]:
+    def run(self, now: LowRankStep) -> Program[Outcome]:
         """Send the factors; leave in the account what this rank sent."""
 
     def expect(self, info: ParameterInfo, device: torch.device) -> None:
         self._infos[info.name] = info
         self._device = device
 
-    def open_fused(self, step: BucketStep) -> Opened | None:
-        """The kernels' bits never depend on the bucketing, so `deterministic` is for the sum over ranks alone."""
-        group, flat, world = step.group, step.bucket_flat, step.place.world
-        if flat.data_ptr() % ALIGNMENT:
-            return None
-        table = self._table(group, step.steps, False)
-        if self.renews(table):
-            return None
-        key = (flat.dtype, world)
-        if key not in table.kernels:
-            known = can_multiply(table.batches, group, self.rank, flat.dtype)
-            table.kernels[key] = GroupKernels(group, self.rank, *key) if known else None
-        kernels = table.kernels[key]
-        if kernels is None:
-            return None
-        binding = self.memory.stores["residual"].bind(group)
-        account, ratio = LowRankAccount(binding.flat), binding.retarget(step.scale)
-        products = KernelProducts(account, self.memory, kernels, group, flat, ratio, world)
-        return self._start(table, products, group, step.steps, step.place, step.deterministic)
+    def plan(self, group: Group, terms: Terms) -> GroupPlan:
+        return LowRankPlan(self, group, terms)
 
-    def open(self, step: GroupStep) -> Opened:
-        table = self._table(step.group, step.steps, step.deterministic)
-        c = self.memory.compensate(step.group, step.gradients, step.scale).c
-        account = LowRankAccount(c)
-        slots, world = len(step.group.slots), step.place.world
-        products = TorchProducts(account, self.memory, slots, world, step.flags)
-        return self._start(table, products, step.group, step.steps, step.place, step.deterministic)
-
-    def _start(
-        self,
-        table: Table,
-        products: Products,
-        group: Group,
-        steps: Sequence[int],
-        place: Place,
-        deterministic: bool,
-    ) -> Opened:
-        now = Round(
-            table,
-            products.account,
-            products,
-            self._sum(place, deterministic),
-            dict(zip((slot.name for slot in group.slots), steps, strict=True)),
-        )
-        sent = slot_bytes(table.entries, now.sum.bytes_per_number(group.dtype))
-        return Opened(begin_now(self.run(now)), now.account, sent, table.entries)
-
-    def _sum(self, place: Place, deterministic: bool) -> FactorSum | HostSum:
+    def sum(self, place: Place) -> FactorSum | HostSum:
         narrow = self.wire == "bf16"
         if self.per_host is None or self.per_host == 1:
-            return FactorSum(place, deterministic, narrow)
+            return FactorSum(place, narrow)
         assert place.world % self.per_host == 0, "the groups inside and between hosts need that too"
-        return HostSum(place, self.per_host, deterministic, narrow)
+        return HostSum(place, self.per_host, narrow)
 
-    def layout(self, now: Round, sides: Sequence[str]) -> FactorLayout:
+    def layout(self, now: LowRankStep, sides: Sequence[str]) -> FactorLayout:
         return now.table.layout(sides, self.memory, now.account.c)
 
-    def _table(self, group: Group, steps: Sequence[int], one_by_one: bool) -> Table:
-        modes = tuple(
-            self.mode(slot.name, count) for slot, count in zip(group.slots, steps, strict=True)
-        )
-        known = self._tables.setdefault(group, {})
-        key = (one_by_one, *modes)
-        if key not in known:
-            shapes = [_matrices(slot) for slot in group.slots]
-            batches = make_batches(group, shapes, self.rank, modes, one_by_one)
-            entries = [self.values(shape, m) for shape, m in zip(shapes, modes, strict=True)]
-            known[key] = Table(batches, entries)
-        return known[key]
+    def shared_state(self, name: str) -> dict[str, Tensor]:
+        return self.state_dict([name]).get(name, {})
+
+    def load_shared_state(self, name: str, state: Mapping[str, Tensor]) -> None:
+        self.load_state_dict({name: dict(state)})
 
     def state_dict(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         known = [self._infos[name] for name in names if name in self._infos]
@@ -180,29 +126,106 @@ class LowRankCompressor(Compressor):
                 self.memory.load(self._infos[name], saved)
 
 
-def begin_now(program: Program[Outcome]) -> Program[Outcome]:
-    """Run a program up to its first request; the rest of it, beginning with that request.
+class LowRankPlan(GroupPlan):
+    """A group of matrices: who multiplies them in every combination of modes."""
 
-    A driver may start programs later, when there is enough to send; encoding then overlaps with backward all the same.
-    """
-    try:
-        batch = next(program)
-    except StopIteration as finished:
-        return _finished(finished.value)
-    return _go_on(program, batch)
+    def __init__(self, compressor: LowRankCompressor, group: Group, terms: Terms) -> None:
+        super().__init__(group)
+        self._compressor = compressor
+        self._terms = terms
+        self._names = [slot.name for slot in group.slots]
+
+    def begin(self, counts: Sequence[int]) -> Hashable:
+        mode = self._compressor.mode
+        return tuple(mode(*pair) for pair in zip(self._names, counts, strict=True))
+
+    def route(self, modes: Hashable) -> Route:
+        assert isinstance(modes, tuple)
+        terms, compressor = self._terms, self._compressor
+        table = self._table(modes, one_by_one=False)
+        objection = "the kernels do not renew subspaces"
+        if not compressor.renews(table):
+            found = reason_against(table.batches, self.group, compressor.rank, terms)
+            if found is None:
+                return KernelLowRankRoute(compressor, self.group, table, terms)
+            objection = found
+        # Torch rounds a batched product differently when other matrices share the batch. The kernels never do.
+        table = self._table(modes, one_by_one=True) if terms.deterministic else table
+        return TorchLowRankRoute(compressor, self.group, table, terms, objection)
+
+    def _table(self, modes: tuple[Hashable, ...], *, one_by_one: bool) -> Table:
+        shapes = [_matrices(slot) for slot in self.group.slots]
+        batches = make_batches(self.group, shapes, self._compressor.rank, modes, one_by_one)
+        values = self._compressor.values
+        return Table(batches, [values(*pair) for pair in zip(shapes, modes, strict=True)])
 
 
-def _finished(outcome: Outcome) -> Program[Outcome]:
-    yield from ()
-    return outcome
+class LowRankRoute(Route):
+    def __init__(
+        self, compressor: LowRankCompressor, group: Group, table: Table, terms: Terms
+    ) -> None:
+        self.compressor = compressor
+        self.memory = compressor.memory
+        self.table = table
+        self.terms = terms
+        self.sum = compressor.sum(terms.place)
+        sent = slot_bytes(table.entries, self.sum.bytes_per_number(group.dtype))
+        super().__init__(group, sent, table.entries)
+        self._names = [slot.name for slot in group.slots]
+
+    @abstractmethod
+    def products(self, step: GroupStep) -> Products:
+        """Take the gradient into memory, ready to be multiplied."""
+
+    def open(self, step: GroupStep) -> Opened:
+        products = self.products(step)
+        counts = dict(zip(self._names, step.counts, strict=True))
+        now = LowRankStep(self.table, products, self.sum, counts)
+        return Opened(self.compressor.run(now), products.account)
 
 
-def _go_on(program: Program[Outcome], batch: Batch) -> Program[Outcome]:
-    try:
-        while True:
-            batch = program.send((yield batch))
-    except StopIteration as finished:
-        return finished.value
+class TorchLowRankRoute(LowRankRoute):
+    def __init__(
+        self,
+        compressor: LowRankCompressor,
+        group: Group,
+        table: Table,
+        terms: Terms,
+        objection: str,
+    ) -> None:
+        super().__init__(compressor, group, table, terms)
+        self.objection = objection
+
+    def products(self, step: GroupStep) -> Products:
+        flags, gradients = inspect(self.group, step.bucket_flat)
+        c = self.memory.compensate(self.group, gradients, step.scale).c
+        slots, world = len(self.group.slots), self.terms.place.world
+        return TorchProducts(LowRankAccount(c), self.memory, slots, world, flags)
+
+
+class KernelLowRankRoute(LowRankRoute):
+    """The kernels' bits never depend on the bucketing."""
+
+    backend = "CUDA kernels"
+
+    def __init__(
+        self, compressor: LowRankCompressor, group: Group, table: Table, terms: Terms
+    ) -> None:
+        super().__init__(compressor, group, table, terms)
+        world = terms.place.world
+        self.kernels = GroupKernels(group, compressor.rank, terms.gradient_dtype, world)
+
+    def products(self, step: GroupStep) -> Products:
+        buffers = self.memory.stores["residual"].bind(self.group).begin(step.scale)
+        return KernelProducts(
+            LowRankAccount(buffers.now),
+            self.memory,
+            self.kernels,
+            self.group,
+            step.bucket_flat,
+            buffers,
+            self.terms.place.world,
+        )
 
 
 def _matrices(slot: Slot) -> Matrices:

@@ -1,4 +1,4 @@
-"""HostSum: how factors travel where ranks share hosts. Between hosts goes what one worker would send, shared out among its ranks."""
+"""HostSum: how factors travel if ranks share hosts. Between hosts travels what one worker would send; its ranks share that."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.exchange.hierarchy import between
-from thinwire.exchange.requests import INSIDE, AllGather, AllToAll, Place, Program
+from thinwire.exchange.requests import (
+    BETWEEN,
+    INSIDE,
+    AllToAll,
+    Gather,
+    Place,
+    Program,
+    rescoped,
+)
+from thinwire.exchange.sums import in_rows
 from thinwire.lowrank.summing import FactorSum, Summed
 
 
@@ -29,14 +37,13 @@ class HostSum:
 
     place: Place
     per_host: int
-    deterministic: bool
     narrow: bool
 
     @property
     def across(self) -> FactorSum:
         """The sum between hosts."""
         rank, world = self.place.rank // self.per_host, self.place.world // self.per_host
-        return FactorSum(Place(rank, world), self.deterministic, self.narrow)
+        return FactorSum(Place(rank, world), self.narrow)
 
     def bytes_per_number(self, dtype: torch.dtype) -> float:
         """What a rank sends for each number of a buffer of that dtype."""
@@ -48,21 +55,24 @@ class HostSum:
     ) -> Program[Summed]:
         """Sum `buffer`, of which the last `control` elements are flags."""
         numel, itemsize = buffer.numel(), buffer.element_size()
-        share = -(-numel // self.per_host)
-        pieces = buffer.new_zeros(self.per_host, share)
-        pieces.view(-1)[:numel] = buffer
-        padding = (pieces.numel() - numel) * itemsize
-        (arrived,) = yield (
-            AllToAll(pieces, f"{phase}/inside/pieces", control * itemsize, padding, INSIDE),
+        pieces = in_rows(buffer, self.per_host)
+        share = pieces.shape[1]
+        request = AllToAll(
+            pieces,
+            f"{phase}/inside/pieces",
+            control_bytes=control * itemsize,
+            padding_bytes=(pieces.numel() - numel) * itemsize,
+            scope=INSIDE,
         )
+        (arrived,) = yield (request,)
         mine = arrived[0].clone()
         for piece in arrived[1:]:
             mine += piece
         first = self.place.rank % self.per_host * share
         # Flags and padding lie behind the factors, in the last pieces.
         beside = share - min(max(numel - control - first, 0), share)
-        summed: Summed = yield from between(
-            self.across.run(mine, phase, beside, with_part=self.narrow)
+        summed: Summed = yield from rescoped(
+            self.across.run(mine, phase, beside, with_part=self.narrow), BETWEEN
         )
         if with_part and self.narrow:
             assert summed.part is not None
@@ -70,10 +80,10 @@ class HostSum:
             here = buffer[first : first + share]
             here -= lost[: here.numel()]
         (gathered,) = yield (
-            AllGather(
+            Gather(
                 summed.total,
                 f"{phase}/inside/sums",
-                beside * itemsize,
+                control_bytes=beside * itemsize,
                 scope=INSIDE,
                 apart=True,
             ),

@@ -61,9 +61,9 @@ class FactorLayout:
     def only(self, chosen: Sequence[int]) -> FactorLayout:
         """The layout of some of the batches."""
         return FactorLayout(
-            [self.batches[which] for which in chosen],
-            [self.sides[which] for which in chosen],
-            lambda: [self.spares[which] for which in chosen],
+            [self.batches[index] for index in chosen],
+            [self.sides[index] for index in chosen],
+            lambda: [self.spares[index] for index in chosen],
         )
 
     def sections(self, flat: Tensor) -> list[Tensor]:
@@ -85,13 +85,15 @@ class FactorLayout:
         rank = max(shape[2] for shape in self.shapes)
         if has_bases(flat.device, rank):
             unread = torch.empty((), dtype=torch.bool, device=flat.device)
-            return Kernels(rank, flat.dtype).orthogonalise(flat, self.basis_tables, unread)
+            return Kernels(flat.device, rank, flat.dtype).orthogonalise(
+                flat, self.basis_tables, unread
+            )
         bases = factors
         for pile in self._piles:
             stacked = pile.stack(factors)
             found = cholesky_orthogonalise(stacked, pile.spares)
-            for which, basis in zip(pile.members, pile.unstack(found), strict=True):
-                bases[which] = basis
+            for index, basis in zip(pile.members, pile.unstack(found), strict=True):
+                bases[index] = basis
         return torch.cat([basis.reshape(-1) for basis in bases])
 
     @cached_property
@@ -111,15 +113,15 @@ class FactorLayout:
     @cached_property
     def _piles(self) -> list[Pile]:
         """Batches of the same rank and of similar length, longest first."""
-        order = sorted(range(len(self.shapes)), key=lambda which: self.shapes[which][:0:-1])
+        order = sorted(range(len(self.shapes)), key=lambda index: self.shapes[index][:0:-1])
         piles: list[list[int]] = []
-        for which in reversed(order):
-            _, length, rank = self.shapes[which]
+        for index in reversed(order):
+            _, length, rank = self.shapes[index]
             _, longest, same = self.shapes[piles[-1][0]] if piles else (0, 0, 0)
             if rank == same and longest <= MAX_PADDING * length:
-                piles[-1].append(which)
+                piles[-1].append(index)
             else:
-                piles.append([which])
+                piles.append([index])
         return [make_pile(members, self.shapes, self.spares) for members in piles]
 
 
@@ -150,7 +152,7 @@ class Pile:
     spares: Tensor
 
     def stack(self, factors: Sequence[Tensor]) -> Tensor:
-        rows = torch.cat([factors[which].reshape(-1, self.rank) for which in self.members])
+        rows = torch.cat([factors[index].reshape(-1, self.rank) for index in self.members])
         size = (self.count, self.longest, self.rank)
         if self.places is None:
             return rows.view(size)
@@ -168,7 +170,7 @@ class Pile:
 def make_pile(
     members: Sequence[int], shapes: Sequence[tuple[int, int, int]], spares: Sequence[Tensor]
 ) -> Pile:
-    own = tuple(shapes[which] for which in members)
+    own = tuple(shapes[index] for index in members)
     count = sum(shape[0] for shape in own)
     longest = max(shape[1] for shape in own)
     places = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.layout import ParameterInfo
+from thinwire.layout import ParameterInfo, wide_dtype
 from thinwire.lowrank.basis import draw, orthogonalise
 from thinwire.lowrank.batches import MatrixBatch
 from thinwire.lowrank.layout import FactorLayout, Key
@@ -106,7 +106,7 @@ class LowRankMemory(ResidualState):
         shape = matrices_of(info.slot(0))
         if shape is None:
             return {}
-        wide = torch.float64 if info.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(info.dtype)
         saved = {}
         for side in sides:
             basis = self._find((info.name, side))

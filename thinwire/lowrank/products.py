@@ -17,7 +17,7 @@ from thinwire.wire.codec import Flags
 
 
 class Products(ABC):
-    """The arithmetic between the sums over ranks. A buffer that travels has its flags behind the factors, once per step.
+    """The arithmetic between the sums over ranks. The first buffer of a step has flags behind the factors.
 
     Flags survive a sum: a slot had a gradient if any rank added 1, and NaN marks a bad step.
     """
@@ -39,7 +39,7 @@ class Products(ABC):
 
     @abstractmethod
     def project(self, sent: FactorLayout, known: Factors, *, first: bool) -> Tensor:
-        """c x basis (or c^T x basis) of every matrix in one buffer; the first one of a step with the flags."""
+        """c x basis, or c^T x basis, of every matrix in one buffer. The first of a step has the flags too."""
 
     def receive(self, total: Tensor, *, first: bool) -> None:
         """Take note of a sum before it is used."""

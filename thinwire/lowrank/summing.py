@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.exchange.dense import ordered_sum
-from thinwire.exchange.requests import AllGather, AllReduce, AllToAll, Place, Program
+from thinwire.exchange.requests import Place, Program, Sum
+from thinwire.exchange.sums import in_rows, sum_by_owners
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,6 @@ class FactorSum:
     """How a buffer of factors is summed in one step."""
 
     place: Place
-    deterministic: bool
     narrow: bool
     """bfloat16 on the wire instead of the buffer's own dtype."""
 
@@ -44,34 +43,26 @@ class FactorSum:
         if self.place.world == 1:
             return Summed(buffer, buffer)
         part = buffer.clone() if with_part else None
-        if self.deterministic:
-            total = yield from ordered_sum(buffer, self.place, phase=phase)
-        else:
-            (total,) = yield (AllReduce(buffer, phase, control * buffer.element_size()),)
+        flags = control * buffer.element_size()
+        (total,) = yield (Sum(buffer, phase, control_bytes=flags),)
         return Summed(total, part)
 
     def _narrow_sum(self, buffer: Tensor, phase: str, control: int) -> Program[Summed]:
-        """Sum of bfloat16 numbers in the buffer's own precision, at the bytes of a bfloat16 all-reduce.
+        """Sum of bfloat16 numbers in the buffer's own precision.
 
-        An all-reduce in bfloat16 would round at every addition, and nobody could keep what that loses.
-
-        1. Each rank rounds its buffer and sends piece p to rank p; what the rounding lost was never sent.
-        2. Rank p adds the pieces in rank order and rounds their sum; what that loses it takes off its own part.
-        3. The rounded sums are gathered.
+        What rounding its buffer loses a rank never sent. What rounding a sum loses its owner takes off its own part.
         """
         world, numel = self.place.world, buffer.numel()
-        share = -(-numel // world)
-        sent = torch.zeros(world, share, dtype=torch.bfloat16, device=buffer.device)
-        sent.view(-1)[:numel] = buffer
+        sent = in_rows(buffer, world, torch.bfloat16)
         part = sent.to(buffer.dtype)
         if world == 1:
             return Summed(part.view(-1)[:numel], part.view(-1)[:numel])
-        (pieces,) = yield (AllToAll(sent, phase, control * sent.element_size()),)
-        total = pieces[0].to(buffer.dtype)
-        for piece in pieces[1:]:
-            total += piece
-        rounded = total.to(torch.bfloat16)
-        part[self.place.rank] -= total - rounded.to(buffer.dtype)
-        flags = control * rounded.element_size() // world
-        (gathered,) = yield (AllGather(rounded, phase, flags),)
+        gathered, lost = yield from sum_by_owners(
+            sent,
+            phase,
+            sum_dtype=buffer.dtype,
+            rounding=torch.Tensor.bfloat16,
+            control_bytes=control * sent.element_size(),
+        )
+        part[self.place.rank] -= lost
         return Summed(gathered.reshape(-1)[:numel].to(buffer.dtype), part.view(-1)[:numel])

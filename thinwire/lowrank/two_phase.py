@@ -11,7 +11,7 @@ from thinwire.exchange.base import Outcome
 from thinwire.exchange.requests import Program
 from thinwire.lowrank.basis import draw
 from thinwire.lowrank.batches import MatrixBatch
-from thinwire.lowrank.compressor import LowRankCompressor, Round, Table
+from thinwire.lowrank.compressor import LowRankCompressor, LowRankStep, Table
 from thinwire.lowrank.layout import FactorLayout, Factors
 from thinwire.lowrank.matrices import Matrices
 
@@ -47,7 +47,7 @@ class TwoPhaseCompressor(LowRankCompressor):
         once = shape.count * (shape.rows + shape.columns) * shape.rank(self.rank)
         return 2 * once if mode else once
 
-    def run(self, now: Round) -> Program[Outcome]:
+    def run(self, now: LowRankStep) -> Program[Outcome]:
         count = len(now.table.batches)
         left, right = self.layout(now, ["p"] * count), self.layout(now, ["q"] * count)
         start = Factors(right, self.memory.bases(right, now.account.c))
@@ -63,9 +63,9 @@ class TwoPhaseCompressor(LowRankCompressor):
         products.receive(second.total, first=False)
         return products.deliver(right, basis, second)
 
-    def _refresh(self, now: Round, left: FactorLayout, start: Factors) -> Program[Factors]:
+    def _refresh(self, now: LowRankStep, left: FactorLayout, start: Factors) -> Program[Factors]:
         """`start` with the bases of the renewing batches replaced."""
-        chosen = [which for which, batch in enumerate(now.table.batches) if batch.mode]
+        chosen = [index for index, batch in enumerate(now.table.batches) if batch.mode]
         halves = left.only(chosen), start.layout.only(chosen)
         bases = Factors(halves[1], torch.cat([self._fresh(b, now) for b in halves[1].batches]))
         for half in halves:
@@ -73,11 +73,11 @@ class TwoPhaseCompressor(LowRankCompressor):
             summed = yield from now.sum.run(buffer, "lowrank/refresh", with_part=False)
             bases = Factors(half, now.products.orthogonalise(half, summed.total))
         renewed = Factors(start.layout, start.flat.clone())
-        for which, basis in zip(chosen, bases.sections, strict=True):
-            renewed.sections[which].copy_(basis)
+        for index, basis in zip(chosen, bases.sections, strict=True):
+            renewed.sections[index].copy_(basis)
         return renewed
 
-    def _fresh(self, batch: MatrixBatch, now: Round) -> Tensor:
+    def _fresh(self, batch: MatrixBatch, now: LowRankStep) -> Tensor:
         drawn = [
             shape.to_memory(
                 draw(f"{name}/q/{now.counts[name]}", (shape.count, shape.columns, batch.rank))

@@ -9,21 +9,38 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from thinwire.kernels.cuda.joint import Joint, JointKernel
+from thinwire.kernels.inspection import drop_if_bad
+
+
+class WholeSent(Protocol):
+    """Everything was sent, in a form from which it can be told again."""
+
+    def return_to(self, c: Tensor, flag: Tensor) -> None:
+        """If the flag is up (bool []), make `c` what it was before anything was taken out of it, as far as it was accepted."""
+
+    def add_to(self, total: Tensor) -> None:
+        """Add this rank's accepted contribution."""
 
 
 class Account:
+    """What one group took out of memory in one step: `c`, the compensated gradient, and what of it was sent."""
+
     def __init__(self, c: Tensor) -> None:
         self.c = c
         self._sent: list[tuple[Tensor, Tensor]] = []
+        self._everything: WholeSent | None = None
         self._rounding: Tensor | None = None
         self._verdict: Tensor | None = None
         self.shared_when_dense: list[Tensor] = []
         """Buffers beside c that have to be the same on all ranks once the slots are dense, such as a momentum."""
+        self.flushed: Tensor | None = None
+        """bool [slots]: whose memory was delivered and is empty now; None where nothing is flushed."""
 
     def write_off(
         self, positions: Tensor, contribution: Tensor, *, held: Tensor | None = None
@@ -38,11 +55,15 @@ class Account:
         self._drop_overflow(positions, held)
         self._sent.append((positions, contribution))
 
+    def write_off_all(self, sent: WholeSent) -> None:
+        """Note what was sent of every element. The caller has taken it out of c."""
+        self._everything = sent
+
     def _drop_overflow(self, positions: Tensor, held: Tensor | None) -> None:
         """A sum of finite numbers can overflow; nothing of that may stay.
 
         An infinity is always among the selected, which flags the step, so that looking there is enough to know. An
-        accelerator would have to wait for the answer: it cleans what was selected, and more of them in the next step.
+        accelerator would have to wait for the answer: it cleans what was selected, and the rest when the verdict is there.
         """
         if self.c.device.type != "cpu":
             self.c[positions] = torch.nan_to_num(self.c[positions], 0.0, 0.0, 0.0)
@@ -82,6 +103,10 @@ class Account:
             # Backwards, so that every sum on the way is one that c has held before: exact, whatever was given back.
             for positions, contribution in reversed(self._sent):
                 self.c.index_add_(0, positions, torch.where(turned, contribution, nothing))
+            if self._everything is not None:
+                self._everything.return_to(self.c, turned)
+        # Nobody has looked for an overflow if the exchange broke off before anything was sent.
+        drop_if_bad(self.c, turned)
         self._verdict = bad
 
     def settle_jointly(self, bad: Tensor) -> Joint | None:
@@ -93,6 +118,8 @@ class Account:
         total = torch.zeros_like(self.c)
         for positions, contribution in self._sent:
             total.index_add_(0, positions, contribution)
+        if self._everything is not None:
+            self._everything.add_to(total)
         return total
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from thinwire.compressor import GroupStep
+from thinwire.described import Described
 from thinwire.errors import UsageError
 from thinwire.validate import check_bool, check_positive_number
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clip:
+class Clip(Described):
     """Either every element to [-value, value], or every tensor to an L2 norm of at most `norm`.
 
     `by_workers` scales `norm` by workers^-1/2, so that the sum of all workers' gradients keeps it in mean. A hook
@@ -21,8 +23,11 @@ class Clip:
     """
 
     value: float | None = None
+    """The largest magnitude of an element."""
     norm: float | None = None
+    """The largest norm of a tensor."""
     by_workers: bool = False
+    """Divide `norm` by the root of the number of workers."""
 
     def __post_init__(self) -> None:
         if (self.value is None) == (self.norm is None):
@@ -38,24 +43,24 @@ class Clip:
                 "by_workers is True, which goes only with norm; value clips each element"
             )
 
-    def apply(self, step: GroupStep) -> GroupStep:
-        """The same step with clipped gradients; limits follow the GradScaler."""
-        scale = step.scale if step.scale is not None else 1.0
+    def apply(
+        self, gradients: Sequence[Tensor], loss_scale: Tensor | None, world: int
+    ) -> list[Tensor]:
+        """The same gradients, clipped; limits follow the GradScaler."""
+        scale = loss_scale if loss_scale is not None else 1.0
         if self.value is not None:
             bound = self.value * scale
-            clipped = [
+            return [
                 g.clamp(-bound, bound)
                 if isinstance(bound, float)
                 else torch.clamp(g, min=-bound.to(g.dtype), max=bound.to(g.dtype))
-                for g in step.gradients
+                for g in gradients
             ]
-            return replace(step, gradients=clipped)
         assert self.norm is not None
-        limit = self.norm / math.sqrt(step.place.world) if self.by_workers else self.norm
+        limit = self.norm / math.sqrt(world) if self.by_workers else self.norm
         # 1e-6 as in torch's own clipping, in the units of the loss scale.
         factors = [
             (limit * scale / (torch.linalg.vector_norm(g.float()) + 1e-6 * scale)).clamp(max=1.0)
-            for g in step.gradients
+            for g in gradients
         ]
-        clipped = [g * f.to(g.dtype) for g, f in zip(step.gradients, factors, strict=True)]
-        return replace(step, gradients=clipped)
+        return [g * f.to(g.dtype) for g, f in zip(gradients, factors, strict=True)]

@@ -12,11 +12,19 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
+from thinwire.kernels.cuda.fused_topk import Correction
+from thinwire.kernels.inspection import drop_if_bad
+from thinwire.layout import Group
 from thinwire.memory.account import Account
-from thinwire.memory.base import Memory, MemoryState, add_gradients
+from thinwire.memory.base import (
+    CORRECTED,
+    Memory,
+    MemoryState,
+    add_gradients,
+    sum_with_gradients,
+)
 from thinwire.memory.storage import STORAGES, make_store
-from thinwire.memory.store import Binding
-from thinwire.plan.groups import Group
+from thinwire.memory.store import Binding, Buffers
 from thinwire.validate import check_bool, check_choice, check_finite_number
 
 
@@ -29,10 +37,15 @@ class MomentumCorrection(Memory):
     """
 
     momentum: float | None = None
+    """m; None = taken over from the optimizer."""
     nesterov: bool | None = None
+    """Nesterov's form; None = taken over from the optimizer."""
     masking: bool = True
+    """Whether u is cleared wherever something was sent."""
     storage: str = "fp32"
+    """The format in which u and v rest: "fp32", "bf16" or "int8" in blocks."""
 
+    form = CORRECTED
     owns_momentum = True
 
     def __post_init__(self) -> None:
@@ -43,7 +56,17 @@ class MomentumCorrection(Memory):
         if self.nesterov is not None:
             check_bool("nesterov", self.nesterov)
 
-    def bound(self, momentum: float, nesterov: bool) -> MomentumCorrection:
+    @property
+    def masks_momentum(self) -> bool:  # type: ignore[override]
+        return self.masking
+
+    @property
+    def correction(self) -> Correction | None:
+        if self.momentum is None:
+            return None
+        return Correction(self.momentum, bool(self.nesterov), self.masking)
+
+    def with_momentum(self, momentum: float, nesterov: bool) -> MomentumCorrection:
         """With the optimizer's settings; own settings that differ are refused."""
         for field, own, given in (
             ("momentum", self.momentum, momentum),
@@ -73,6 +96,8 @@ def check_momentum(field: str, value: float) -> None:
 class MomentumState(MemoryState):
     """u is the store "momentum"; v is the store "residual", because it is what is held back."""
 
+    setting: MomentumCorrection
+
     def __init__(self, setting: MomentumCorrection) -> None:
         self.setting = setting
         self.stores = {
@@ -83,25 +108,29 @@ class MomentumState(MemoryState):
     def compensate(
         self, group: Group, gradients: Sequence[Tensor], scale: Tensor | None
     ) -> Account:
-        u_binding = self.stores["momentum"].bind(group)
-        v_binding = self.stores["residual"].bind(group)
-        u, v = u_binding.open(scale), v_binding.open(scale)
+        bindings = self.stores["momentum"].bind(group), self.stores["residual"].bind(group)
+        u, v = (binding.begin(scale) for binding in bindings)
         accumulate(u, v, group, gradients, self.setting)
-        return MomentumAccount(u, v, (u_binding, v_binding), self.setting)
+        return MomentumAccount(u.now, v.now, bindings, self.setting)
 
 
 def accumulate(
-    u: Tensor, v: Tensor, group: Group, gradients: Sequence[Tensor], setting: MomentumCorrection
+    u: Buffers,
+    v: Buffers,
+    group: Group,
+    gradients: Sequence[Tensor],
+    setting: MomentumCorrection,
+    gain: float = 1.0,
 ) -> None:
-    """In the order of torch's SGD, so that with v = 0 the bits are its bits."""
+    """u = m u + gain x g, and v + u. In the order of torch's SGD, so that with v = 0 and gain 1 the bits are its bits."""
     assert setting.momentum is not None
-    u.mul_(setting.momentum)
-    add_gradients(u, group, gradients)
+    torch.mul(u.in_units(), setting.momentum, out=u.now)
+    add_gradients(u.now, group, gradients, gain)
     if setting.nesterov:
-        add_gradients(v, group, gradients)
-        v.add_(u, alpha=setting.momentum)
+        sum_with_gradients(v, group, gradients)
+        v.now.add_(u.now, alpha=setting.momentum)
     else:
-        v.add_(u)
+        torch.add(v.in_units(), u.now, out=v.now)
 
 
 class MomentumAccount(Account):
@@ -156,6 +185,7 @@ class MomentumAccount(Account):
         if self._masked is not None:
             positions, taken, held = self._masked
             self.u[positions] = torch.where(taken & bad, held, self.u[positions])
+        drop_if_bad(self.u, bad)
         super().settle(bad)
         if self._resting:
             self._pack(flag)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.layout import Group
 from thinwire.memory.account import Account
-from thinwire.memory.base import Memory, MemoryState, add_gradients
+from thinwire.memory.base import RESIDUAL, Memory, MemoryState, add_gradients, sum_with_gradients
 from thinwire.memory.storage import STORAGES, PackedAccount, make_store
-from thinwire.plan.groups import Group
 from thinwire.validate import check_choice, check_finite_number
 
 
@@ -24,19 +24,28 @@ class Residual(Memory):
     """
 
     beta: float = 1.0
+    """Weight of the old residual."""
     gamma: float = 1.0
+    """Weight of the new gradient."""
     storage: str = "fp32"
+    """The format in which it rests."""
 
     def __post_init__(self) -> None:
         check_choice("storage", self.storage, STORAGES)
         check_finite_number("beta", self.beta)
         check_finite_number("gamma", self.gamma)
 
+    @property
+    def form(self) -> str | None:  # type: ignore[override]
+        return RESIDUAL if (self.beta, self.gamma) == (1.0, 1.0) else None
+
     def start(self) -> MemoryState:
         return ResidualState(self)
 
 
 class ResidualState(MemoryState):
+    setting: Residual
+
     def __init__(self, setting: Residual) -> None:
         self.setting = setting
         self.stores = {"residual": make_store(setting.storage)}
@@ -44,12 +53,14 @@ class ResidualState(MemoryState):
     def compensate(
         self, group: Group, gradients: Sequence[Tensor], scale: Tensor | None
     ) -> Account:
-        """In place: the residual's buffer becomes c, and sending takes out of it again."""
+        """The residual's buffer holds c, and sending takes out of it again."""
         binding = self.stores["residual"].bind(group)
-        c = binding.open(scale)
+        buffers = binding.begin(scale)
         if self.setting.beta != 1.0:
-            c.mul_(self.setting.beta)
-        add_gradients(c, group, gradients, self.setting.gamma)
+            c = buffers.brought().mul_(self.setting.beta)
+            add_gradients(c, group, gradients, self.setting.gamma)
+        else:
+            c = sum_with_gradients(buffers, group, gradients, self.setting.gamma)
         return Account(c) if self.setting.storage == "fp32" else PackedAccount(c, binding)
 
 
@@ -60,11 +71,12 @@ class NoMemory(Memory):
     keeps_state = False
 
     def start(self) -> MemoryState:
-        return NoMemoryState()
+        return NoMemoryState(self)
 
 
 class NoMemoryState(MemoryState):
-    def __init__(self) -> None:
+    def __init__(self, setting: Memory) -> None:
+        self.setting = setting
         self.stores = {}
 
     def compensate(

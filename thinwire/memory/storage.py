@@ -11,20 +11,21 @@ On CUDA a whole group is packed by one kernel (`thinwire/kernels/cuda/pack.py`),
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cuda.launch import has_kernels
 from thinwire.kernels.cuda.pack import BLOCK, PackKernels
-from thinwire.layout import BucketLayout, Shard, Slot, SlotKind
+from thinwire.kernels.cuda.toolchain import has_kernels
+from thinwire.kernels.journal import Journal
+from thinwire.layout import BucketLayout, Group, Shard, Slot, SlotKind
 from thinwire.memory.account import Account
-from thinwire.memory.store import Binding, FlatStore, let_go
-from thinwire.plan.groups import Group
+from thinwire.memory.store import Binding, Buffers, FlatStore, let_go
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ def make_store(storage: str) -> FlatStore:
     return FlatStore() if packing is None else PackedStore(packing)
 
 
-class Blocks:
+class StorageBlocks:
     """How slots of these sizes are cut into blocks; the last one of a slot is filled up with zeros."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
@@ -154,7 +155,7 @@ class Blocks:
 
 def pack_spans(
     packing: Packing,
-    blocks: Blocks,
+    blocks: StorageBlocks,
     spans: Sequence[Tensor],
     codes: Sequence[Tensor],
     exponents: Tensor,
@@ -172,7 +173,7 @@ def pack_spans(
 
 def unpack_spans(
     packing: Packing,
-    blocks: Blocks,
+    blocks: StorageBlocks,
     codes: Sequence[Tensor],
     exponents: Tensor,
     spans: Sequence[Tensor],
@@ -187,70 +188,93 @@ def unpack_spans(
     torch._foreach_copy_(list(spans), blocks.cut(values))
 
 
+class Packed(NamedTuple):
+    """A group's values in packed form. Codes lie where values lie in the group's buffer, the exponents of all slots one
+    behind the other."""
+
+    codes: Tensor
+    exponents: Tensor
+
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.exponents.nbytes
+
+
 class PackedBinding(Binding):
-    """A group's values in packed form; `flat` is empty while they rest.
+    """A group's values in packed form; `flat` is empty while they rest."""
 
-    The codes lie where the values lie in the group's buffer, the exponents of all slots one behind the other.
-    """
-
-    def __init__(self, group: Group, packing: Packing) -> None:
+    def __init__(self, group: Group, packing: Packing, journal: Journal | None = None) -> None:
         super().__init__(group, torch.zeros(0, dtype=group.dtype, device=group.device))
         self.packing = packing
-        self._blocks = Blocks([slot.numel for slot in group.slots], group.device)
-        self.codes = torch.zeros(group.numel, dtype=packing.codes, device=group.device)
+        self.journal = journal
+        self._blocks = StorageBlocks([slot.numel for slot in group.slots], group.device)
         counts = [count if packing.has_exponents else 0 for count in self._blocks.counts]
-        self.exponents = torch.zeros(sum(counts), dtype=torch.int8, device=group.device)
-        parts = self.exponents.split_with_sizes(counts)
-        self._slot_exponents = {
-            slot.name: part for slot, part in zip(group.slots, parts, strict=True)
+        ends = [0, *itertools.accumulate(counts)]
+        self._exponents = {
+            slot.name: slice(*pair)
+            for slot, pair in zip(group.slots, itertools.pairwise(ends), strict=True)
         }
+        self.packed = self._room(ends[-1])
+        self._spare_packed = None if journal is None else self._room(ends[-1])
         known = group.dtype == torch.float32 and has_kernels(group.device)
         trusted = known and kernels_agree(packing, group.device)
-        self._kernels = PackKernels(group, packing.codes) if trusted else None
+        self.kernels = PackKernels(group, packing.codes) if trusted else None
+        """None where torch packs."""
 
-    def open(self, scale: Tensor | None) -> Tensor:
+    def _room(self, exponents: int) -> Packed:
+        device = self.group.device
+        codes = torch.zeros(self.group.numel, dtype=self.packing.codes, device=device)
+        return Packed(codes, torch.zeros(exponents, dtype=torch.int8, device=device))
+
+    def begin(self, scale: Tensor | None) -> Buffers:
+        """Unpacked values are a buffer of the step's own, which is changed in place."""
         flat = self.lift()
-        ratio = self.retarget(scale)
-        return flat if ratio is None else flat.mul_(ratio)
+        if self.journal is not None:
+            assert self._spare_packed is not None
+            self.packed, self._spare_packed = self._spare_packed, self.packed
+            for now, before in zip(self.packed, self._spare_packed, strict=True):
+                self.journal.note(now, before)
+        return Buffers(flat, flat, self._change_units(scale))
 
     def lift(self, flag: Tensor | None = None) -> Tensor:
         group = self.group
-        if self._kernels is not None:
+        if self.kernels is not None:
             flat = torch.empty(group.numel, device=group.device)
-            self._kernels.unpack(self.codes, self.exponents, flat, flag)
+            self.kernels.unpack(*self.packed, flat, flag)
             return flat
         flat = torch.zeros(group.numel, dtype=group.dtype, device=group.device)
-        spans = group.spans(self.codes)
-        unpack_spans(self.packing, self._blocks, spans, self.exponents, group.spans(flat))
+        codes, exponents = self.packed
+        unpack_spans(self.packing, self._blocks, group.spans(codes), exponents, group.spans(flat))
         return flat
 
     def rest(self, flat: Tensor, flag: Tensor | None = None) -> None:
         group = self.group
         let_go(flat)
-        if self._kernels is not None:
-            self._kernels.pack(flat, self.codes, self.exponents, flag)
+        codes, exponents = self.packed
+        if self.kernels is not None:
+            self.kernels.pack(flat, codes, exponents, flag)
             return
-        spans = group.spans(self.codes)
-        pack_spans(self.packing, self._blocks, group.spans(flat), spans, self.exponents)
+        pack_spans(self.packing, self._blocks, group.spans(flat), group.spans(codes), exponents)
 
     def read(self, slot: Slot) -> Tensor:
         span = torch.zeros(slot.numel, dtype=self.group.dtype, device=self.group.device)
-        codes = [slot.span(self.codes)]
-        unpack_spans(self.packing, self._own(slot), codes, self._slot_exponents[slot.name], [span])
+        unpack_spans(self.packing, *self._of(slot), [span])
         values = slot.at(0).view(span)
         return values / self.units if self.units is not None else values
 
     def put(self, slot: Slot, values: Tensor) -> None:
         span = torch.zeros(slot.numel, dtype=self.group.dtype, device=self.group.device)
         slot.at(0).view(span).copy_(values if self.units is None else values * self.units)
-        codes = [slot.span(self.codes)]
-        pack_spans(self.packing, self._own(slot), [span], codes, self._slot_exponents[slot.name])
+        blocks, codes, exponents = self._of(slot)
+        pack_spans(self.packing, blocks, [span], codes, exponents)
 
-    def _own(self, slot: Slot) -> Blocks:
-        return Blocks([slot.numel], self.group.device)
+    def _of(self, slot: Slot) -> tuple[StorageBlocks, list[Tensor], Tensor]:
+        """(how a slot is cut, its codes, its exponents)."""
+        codes, exponents = self.packed
+        blocks = StorageBlocks([slot.numel], self.group.device)
+        return blocks, [slot.span(codes)], exponents[self._exponents[slot.name]]
 
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.exponents.nbytes
+        return self.packed.nbytes() * (1 if self._spare_packed is None else 2)
 
 
 @functools.cache
@@ -261,12 +285,12 @@ def kernels_agree(packing: Packing, device: torch.device) -> bool:
     looking, once per process, is worth its milliseconds.
     """
     slots = [
-        Slot(str(which), (size,), (1,), 0, SlotKind.OTHER, Shard((size,)))
-        for which, size in enumerate(PROBED_SIZES)
+        Slot(str(index), (size,), (1,), 0, SlotKind.OTHER, Shard((size,)))
+        for index, size in enumerate(PROBED_SIZES)
     ]
     group = Group.of(BucketLayout((), 0, torch.float32, device), slots, torch.float32)
     flat = torch.randn(group.numel, generator=torch.Generator().manual_seed(0)).to(device)
-    blocks = Blocks(PROBED_SIZES, device)
+    blocks = StorageBlocks(PROBED_SIZES, device)
     results = []
     for kernels in (PackKernels(group, packing.codes), None):
         codes = torch.zeros(group.numel, dtype=packing.codes, device=device)
@@ -294,7 +318,11 @@ class PackedStore(FlatStore):
         self.packing = packing
 
     def make_binding(self, group: Group) -> Binding:
-        return PackedBinding(group, self.packing)
+        return PackedBinding(group, self.packing, self.journal)
+
+    def resting_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        blocks = -(-numel // BLOCK) if self.packing.has_exponents else 0
+        return numel * self.packing.codes.itemsize + blocks
 
 
 class PackedAccount(Account):

@@ -8,47 +8,83 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.layout import Slot
-from thinwire.plan.groups import Group
+from thinwire.kernels.journal import Journal
+from thinwire.layout import Group, Slot
 
 
 def let_go(tensor: Tensor) -> None:
-    """Say of a tensor that is dropped now that the current stream still reads it; often another one made it, whose memory it
-    would be again at once."""
+    """Drop a tensor that the current stream may still read. Its memory is used again when that stream is through.
+
+    Without this the stream that made the tensor, often another one, could use the memory at once.
+    """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
+class Buffers(NamedTuple):
+    """What a step reads and writes of a binding."""
+
+    held: Tensor
+    """What is held, before the step."""
+    now: Tensor
+    """Where the step writes what is to be held afterwards: the same buffer where steps cannot be taken back."""
+    ratio: Tensor | None
+    """float32 [1] that `held` has to be multiplied with to be in the units of the step's gradients; None if with nothing."""
+
+    def in_units(self) -> Tensor:
+        """What is held, in the units of the gradients: to read, and perhaps in `now` already."""
+        return self.held if self.ratio is None else torch.mul(self.held, self.ratio, out=self.now)
+
+    def brought(self) -> Tensor:
+        """`now` with that in it: for those who change it in place."""
+        values = self.in_units()
+        return values if values is self.now else self.now.copy_(values)
+
+
 @dataclass(eq=False)
 class Binding:
-    """A group's flat buffer. Under a GradScaler it holds `units` x the stored quantity."""
+    """A group's flat buffer. Under a GradScaler it holds `units` x the stored quantity.
+
+    With a `journal` there are two buffers, which take turns: a step reads one and writes the other, and a bad verdict
+    copies the first to the second.
+    """
 
     group: Group
     flat: Tensor
     units: Tensor | None = None
+    journal: Journal | None = None
 
-    def open(self, scale: Tensor | None) -> Tensor:
-        """The buffer to work in during a step, in the units of gradients scaled by `scale`."""
-        self.rescale(scale)
-        return self.flat
+    def __post_init__(self) -> None:
+        self._spare = None if self.journal is None else torch.zeros_like(self.flat)
 
-    def retarget(self, scale: Tensor | None) -> Tensor | None:
-        """float32 [1] that the buffer has to be multiplied with to be in units of `scale`, None if with nothing.
+    def begin(self, scale: Tensor | None) -> Buffers:
+        """Begin a step with gradients scaled by `scale`. Everything in `now` has to be written."""
+        held = self.flat
+        if self.journal is not None:
+            assert self._spare is not None
+            self.flat, self._spare = self._spare, self.flat
+            self.journal.note(self.flat, held)
+        return Buffers(held, self.flat, self._change_units(scale))
 
-        The caller multiplies.
-        """
+    def _change_units(self, scale: Tensor | None) -> Tensor | None:
+        """The buffer is in units of `scale` from now on. Returns what brings it there."""
         if scale is None:
             return None
         ratio = scale if self.units is None else scale / self.units
-        self.units = scale.clone()
+        before, self.units = self.units, scale.clone()
+        if self.journal is not None:
+            self.journal.note(self.units, torch.ones_like(scale) if before is None else before)
+        if ratio.device.type == "cpu" and float(ratio) == 1.0:
+            return None
         return ratio.reshape(1).float()
 
     def lift(self, flag: Tensor | None = None) -> Tensor:
-        """The buffer to work in, in the units in which it is held. With a flag (a byte) it is filled only if that is up."""
+        """The buffer to go on in, in the units in which it is held. With a flag (a byte) it is filled only if that is up."""
         return self.flat
 
     def rest(self, flat: Tensor, flag: Tensor | None = None) -> None:
@@ -63,17 +99,13 @@ class Binding:
         slot.view(self.flat).copy_(values if self.units is None else values * self.units)
 
     def nbytes(self) -> int:
-        return self.flat.nbytes
-
-    def rescale(self, scale: Tensor | None) -> None:
-        """Bring the buffer to the units of gradients scaled by `scale`."""
-        ratio = self.retarget(scale)
-        if ratio is not None and (self.flat.device.type != "cpu" or float(ratio) != 1.0):
-            self.flat.mul_(ratio)
+        return self.flat.nbytes if self._spare is None else 2 * self.flat.nbytes
 
 
 class FlatStore:
     def __init__(self) -> None:
+        self.journal: Journal | None = None
+        """Where steps note what they change, set before the first one; None where they change it in place."""
         self._bindings: dict[Group, Binding] = {}
         self._owner: dict[str, tuple[Binding, Slot]] = {}
         self._loose: dict[str, Tensor] = {}
@@ -93,7 +125,8 @@ class FlatStore:
         return binding
 
     def make_binding(self, group: Group) -> Binding:
-        return Binding(group, torch.zeros(group.numel, dtype=group.dtype, device=group.device))
+        flat = torch.zeros(group.numel, dtype=group.dtype, device=group.device)
+        return Binding(group, flat, journal=self.journal)
 
     def read(self, name: str) -> Tensor | None:
         """A copy in the parameter's shape and in plain units, or None if nothing is held."""
@@ -102,6 +135,13 @@ class FlatStore:
             return binding.read(slot)
         held = self._loose.get(name)
         return held.clone() if held is not None else None
+
+    def view(self, name: str) -> Tensor | None:
+        """What is held itself, not a copy, in the parameter's shape; in the units in which it is held."""
+        if name in self._owner:
+            binding, slot = self._owner[name]
+            return slot.view(binding.flat)
+        return self._loose.get(name)
 
     def take(self, name: str) -> Tensor | None:
         """Like `read`, and forget it. The binding it came from dissolves: its other names become loose."""
@@ -127,6 +167,10 @@ class FlatStore:
 
     def names(self) -> set[str]:
         return set(self._owner) | set(self._loose)
+
+    def resting_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """What the values of a parameter take between steps, held once."""
+        return numel * (8 if dtype == torch.float64 else 4)
 
     def nbytes(self) -> int:
         bound = sum(binding.nbytes() for binding in self._bindings.values())

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thinwire.compressor import Compressor
+from thinwire.compress.base import Compressor
 from thinwire.lowrank.alternating import AlternatingCompressor
-from thinwire.lowrank.method import LowRankMethod
+from thinwire.methods.lowrank import LowRankMethod
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,40 +3,69 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 
-from thinwire.compressor import Compressor, SparseCompressor
-from thinwire.dense_compressor import DenseCompressor
+from thinwire.compress.base import Compressor
+from thinwire.compress.dense import DenseCompressor
+from thinwire.compress.dense_momentum import MomentumAfterMean
+from thinwire.compress.sparse import SparseCompressor
+from thinwire.described import Described
 from thinwire.errors import UsageError
+from thinwire.exchange.all_gather import AllGather
 from thinwire.exchange.base import Exchange
-from thinwire.exchange.gather import AllGatherFast
-from thinwire.exchange.hierarchy import Hierarchical
-from thinwire.layout import Slot
+from thinwire.layout import Slot, SlotRows
 from thinwire.memory.base import Memory
 from thinwire.memory.clip import Clip
-from thinwire.memory.dense_momentum import DenseMomentumCompressor
-from thinwire.memory.momentum import MomentumCorrection
-from thinwire.memory.residual import Residual
-from thinwire.plan.schedule import Schedule
+from thinwire.memory.residual import NoMemory, Residual
+from thinwire.methods.schedule import Schedule
 from thinwire.select.base import Selector
-from thinwire.select.rows import SlotRows
 from thinwire.validate import check_bool, check_choice, check_density, check_instance
 from thinwire.wire.format import Wire
-from thinwire.wire.values import FloatCode
 
 # Below this size a slot's header and launch cost more than its bytes, and 1 % of it is a handful of entries: the classifier of a
 # small network learns nothing from six of its 640 weights.
 SMALL_NUMEL = 1024
+MOMENTUM_TAKEOVER = "momentum"
+ADAM_TAKEOVER = "Adam"
+USUAL_MOMENTUM = 0.9
 WORTHWHILE = 0.9
 """Of the dense bytes: selection takes time and holds gradients back, which less than a tenth of the bytes is not worth."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method(ABC):
+class Adaptive:
+    """How a method that measures and chooses is to do so."""
+
+    quality: str = "safe"
+    """The boldest class of candidates, where no methods are named."""
+    among: tuple[Method, ...] = ()
+    """Choose among these and dense; empty = whatever `quality` allows."""
+    measure_s: float = 10.0
+    """Seconds of steps that are measured at most, in no fewer than three steps."""
+    measure_steps: int = 30
+    """And no more steps than this."""
+    finalists: int = 3
+    """Plans that are tried before one of them is kept."""
+    trial_steps: int = 5
+    """Timed steps of each trial."""
+    window: int = 200
+    """Steps after which the time of a step is compared with what was expected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(Described, ABC):
     """A frozen, validated description of how gradients are sent."""
+
+    is_dense: ClassVar[bool] = False
+    """Whether every element is sent."""
+    selects: ClassVar[bool] = False
+    """Whether it chooses entries by a `selector()`."""
+    suits_adam: ClassVar[bool] = False
+    """Whether Adam, behind it, still divides by about the size of gradients."""
 
     @property
     def host_sync_free(self) -> bool:
@@ -53,13 +82,48 @@ class Method(ABC):
         """Whether momentum is applied here, so that the optimizer's has to be taken over."""
         return False
 
+    @property
+    def takes_over(self) -> str | None:
+        """What has to be taken over from the optimizer, by its name in `thinwire.optim`; None = nothing."""
+        return MOMENTUM_TAKEOVER if self.owns_momentum else None
+
     def with_momentum(self, momentum: float, nesterov: bool) -> Method:
         """The same method with what was taken over from the optimizer; one that owns no momentum stays as it is."""
         return self
 
+    @property
+    def rehearsal(self) -> Method:
+        """What stands for it where only bytes and time count: the same with usual figures in place of what is taken over."""
+        return self.with_momentum(USUAL_MOMENTUM, False)
+
+    @property
+    def seldom(self) -> tuple[int, Method] | None:
+        """(n, what stands for it in every n-th step), for a method that sends more in some steps; None where all are alike."""
+        return None
+
+    def in_scale(self, memory: Memory) -> Method:
+        """The same method with this memory, in whose divisor's scale it compares magnitudes."""
+        raise UsageError(
+            f"method is {type(self).__name__}, which cannot work in the scale of an optimizer; use tw.TopK, tw.ADTopK "
+            "or another one that selects, or tw.Quantized"
+        )
+
     def dense_companion(self, dense: Dense) -> Method:
         """What this method's dense slots use in place of `dense`."""
         return dense
+
+    def beside(self, owner: Method) -> Method:
+        """What this method is for some parameters of a model whose method is `owner`: a dense one is its dense companion."""
+        return self
+
+    def exempt(self, sizes: Mapping[str, int]) -> frozenset[str]:
+        """Parameters that it leaves dense, judged by the elements of all that it might compress."""
+        return frozenset()
+
+    @property
+    def adaptive(self) -> Adaptive | None:
+        """How it chooses among others from measured steps; None for a method that is what it is. It starts as `at(0)`."""
+        return None
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -73,6 +137,10 @@ class Method(ABC):
     def changed(self, change: Callable[[Method], Method]) -> Method:
         """With a change made to what it compresses by."""
         return change(self)
+
+    def without_memory(self) -> Method:
+        """The same method holding nothing back; one that has no such setting stays as it is."""
+        return self
 
     @abstractmethod
     def compressor(self) -> Compressor:
@@ -97,8 +165,17 @@ class Dense(Method):
 
     dtype: torch.dtype | None = None
 
+    is_dense = True
+    suits_adam = True
+
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, (None, torch.bfloat16, torch.float16))
+
+    def in_scale(self, memory: Memory) -> Method:
+        return self
+
+    def beside(self, owner: Method) -> Method:
+        return owner.dense_companion(self)
 
     def compressor(self) -> Compressor:
         return DenseCompressor(self.dtype)
@@ -123,7 +200,8 @@ class DenseMomentum(Dense):
         return True
 
     def compressor(self) -> Compressor:
-        return DenseMomentumCompressor(self.momentum, self.nesterov, self.dtype, self.clip)
+        after = MomentumAfterMean(self.momentum, self.nesterov)
+        return DenseCompressor(self.dtype, after, self.clip)
 
     def dense_companion(self, dense: Dense) -> Method:
         return replace(self, dtype=dense.dtype)
@@ -138,15 +216,17 @@ class SparseMethod(Method):
 
     memory: Memory = field(default_factory=Residual)
     """What happens to entries that are not sent."""
-    exchange: Exchange = field(default_factory=AllGatherFast)
+    exchange: Exchange = field(default_factory=AllGather)
     """How the payload travels."""
     dense_fallback: bool = True
     """Whether a slot that would not pay may go dense."""
 
+    selects = True
+
     def __post_init__(self) -> None:
-        check_instance("memory", self.memory, Memory, "a memory such as tw.Residual()")
+        check_instance("memory", self.memory, Memory, "a memory such as tw.memory.Residual()")
         check_instance(
-            "exchange", self.exchange, Exchange, "an exchange such as tw.AllGatherFast()"
+            "exchange", self.exchange, Exchange, "an exchange such as tw.exchange.AllGather()"
         )
         check_bool("dense_fallback", self.dense_fallback)
 
@@ -156,8 +236,7 @@ class SparseMethod(Method):
 
     @property
     def host_sizes(self) -> frozenset[int]:
-        exchange = self.exchange
-        return frozenset({exchange.local} if isinstance(exchange, Hierarchical) else ())
+        return self.exchange.host_sizes
 
     @abstractmethod
     def selector(self) -> Selector: ...
@@ -170,17 +249,25 @@ class SparseMethod(Method):
         return self.memory.owns_momentum
 
     def with_momentum(self, momentum: float, nesterov: bool) -> Method:
-        if not isinstance(self.memory, MomentumCorrection):
-            return self
-        return replace(self, memory=self.memory.bound(momentum, nesterov))
+        return replace(self, memory=self.memory.with_momentum(momentum, nesterov))
+
+    def in_scale(self, memory: Memory) -> Method:
+        if not self.exchange.keeps_choice:
+            raise UsageError(
+                f"exchange is {type(self.exchange).__name__}, which compares what several ranks send; in the scale of an "
+                "optimizer it must be tw.exchange.AllGather()"
+            )
+        return replace(self, memory=memory)
+
+    def without_memory(self) -> Method:
+        return replace(self, memory=NoMemory())
 
     def dense_companion(self, dense: Dense) -> Method:
-        if not isinstance(self.memory, MomentumCorrection) or self.memory.momentum is None:
+        applied = self.memory.correction
+        if applied is None:
             return dense
         return DenseMomentum(
-            dtype=dense.dtype,
-            momentum=self.memory.momentum,
-            nesterov=bool(self.memory.nesterov),
+            dtype=dense.dtype, momentum=applied.momentum, nesterov=applied.nesterov
         )
 
     def _check_fit(self) -> None:
@@ -188,16 +275,15 @@ class SparseMethod(Method):
         objection = self.exchange.objection(self.selector())
         if objection is not None:
             raise UsageError(f"exchange is {type(self.exchange).__name__}, which {objection}")
-        masks = isinstance(self.memory, MomentumCorrection) and self.memory.masking
-        if masks and self.exchange.moves_memory:
+        if self.memory.masks_momentum and self.exchange.moves_memory:
             raise UsageError(
                 f"masking is True, but {type(self.exchange).__name__} moves what is held back between ranks, so that "
-                "nobody knows where to mask; use tw.MomentumCorrection(masking=False)"
+                "nobody knows where to mask; use tw.memory.MomentumCorrection(masking=False)"
             )
         if not self.exchange.sums_on_the_way:
             return
         exchange = type(self.exchange).__name__
-        if not isinstance(self.wire_format().value_code, FloatCode):
+        if self.wire_format().value_code.dtype is None:
             raise UsageError(
                 f"values is {self.wire_format().values!r}; {exchange} adds values on the way, so they must be "
                 "'fp32', 'bf16' or 'fp16'"
@@ -205,15 +291,25 @@ class SparseMethod(Method):
         if self.selector().note_words:
             raise UsageError(
                 f"exchange is {exchange}, which carries no selection notes; {type(self.selector()).__name__} "
-                "needs an all-gather such as tw.AllGatherFast()"
+                "needs an all-gather such as tw.exchange.AllGather()"
             )
 
     def compressor(self) -> Compressor:
         self._check_fit()
         wire = self.wire_format()
         return SparseCompressor(
-            self.selector(), self.memory, wire.value_code, wire.index_code, self.exchange
+            self.selector(),
+            self.memory,
+            wire.value_code,
+            wire.index_code,
+            self.exchange,
+            self.local_clip,
         )
+
+    @property
+    def local_clip(self) -> Clip | None:
+        """How local gradients are clipped before memory sees them."""
+        return None
 
     def reason_against(self, slot: Slot, dense_bits: int, world: int) -> str | None:
         """The exchange's own count of bits per entry against a ring all-reduce's 2 (world-1)/world n."""
@@ -294,14 +390,16 @@ class Compose(SparseMethod):
     """A method put together by hand from its parts."""
 
     select: Selector
-    """Which entries are sent, such as tw.AllDimensionTopK(0.01)."""
+    """Which entries are sent, such as tw.select.AllDimensionTopK(0.01)."""
     wire: Wire = field(default_factory=Wire)
     """How they are written down."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_instance("select", self.select, Selector, "a selection such as tw.TradTopK(0.01)")
-        check_instance("wire", self.wire, Wire, "a format such as tw.Wire(values='fp16')")
+        check_instance(
+            "select", self.select, Selector, "a selection such as tw.select.TradTopK(0.01)"
+        )
+        check_instance("wire", self.wire, Wire, "a format such as tw.wire.Wire(values='fp16')")
 
     def selector(self) -> Selector:
         return self.select

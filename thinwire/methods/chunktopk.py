@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.chunks import ChunkAllReduce
 from thinwire.methods.base import Sparsifier
-from thinwire.plan.schedule import Schedule
+from thinwire.methods.schedule import Schedule
 from thinwire.select.base import Selector
 from thinwire.select.chunks import ChunkChoice
 from thinwire.validate import check_positive_int
@@ -22,7 +22,7 @@ class ChunkTopK(Sparsifier):
     """The chunks of each tensor with the largest norms summed over ranks; no indices travel.
 
     Coarse: at equal density it keeps less energy than element-wise selection. The paper adds momentum correction:
-    `memory=tw.MomentumCorrection()`.
+    `memory=tw.memory.MomentumCorrection()`.
     """
 
     density: float | Schedule = 0.1

@@ -1,4 +1,4 @@
-"""DGC = TradTopK or SampledThreshold + MomentumCorrection + AllGatherFast.
+"""DGC = TradTopK or SampledThreshold + MomentumCorrection + AllGather.
 
 Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training" (ICLR 2018).
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
-from thinwire.compressor import BucketStep, Compressor, GroupStep, Opened, SparseCompressor
 from thinwire.errors import UsageError
 from thinwire.memory.base import Memory
 from thinwire.memory.clip import Clip
 from thinwire.memory.momentum import MomentumCorrection
 from thinwire.methods.base import Dense, DenseMomentum, Method, Sparsifier
-from thinwire.plan.schedule import Schedule
+from thinwire.methods.schedule import Schedule
 from thinwire.select.base import Selector
 from thinwire.select.sampled import SampledThreshold
 from thinwire.select.topk import TradTopK
@@ -40,7 +39,7 @@ class DGC(Sparsifier):
     memory: Memory = field(default_factory=MomentumCorrection)
     """Momentum correction with masking, as published."""
     clip: Clip | None = None
-    """Local clipping before accumulation, such as tw.Clip(norm=5.0, by_workers=True)."""
+    """Local clipping before accumulation, such as tw.memory.Clip(norm=5.0, by_workers=True)."""
     sample_ratio: float | None = None
     """Fraction of the elements sampled for a threshold; None = exact top-k. What follows is about the sampling."""
     sample: str = "strided"
@@ -59,7 +58,7 @@ class DGC(Sparsifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.clip is not None:
-            check_instance("clip", self.clip, Clip, "such as tw.Clip(norm=5.0)")
+            check_instance("clip", self.clip, Clip, "such as tw.memory.Clip(norm=5.0)")
         if self.sample_ratio is None:
             self._check_no_sampling()
         self.selector()
@@ -89,29 +88,10 @@ class DGC(Sparsifier):
 
     def dense_companion(self, dense: Dense) -> Method:
         companion = super().dense_companion(dense)
-        return (
-            replace(companion, clip=self.clip)
-            if isinstance(companion, DenseMomentum)
-            else companion
-        )
+        if isinstance(companion, DenseMomentum):
+            return replace(companion, clip=self.clip)
+        return companion
 
-    def compressor(self) -> Compressor:
-        self._check_fit()
-        wire = self.wire_format()
-        compressor = ClippingCompressor(
-            self.selector(), self.memory, wire.value_code, wire.index_code, self.exchange
-        )
-        compressor.clip = self.clip
-        return compressor
-
-
-class ClippingCompressor(SparseCompressor):
-    """Clips the local gradient before memory sees it."""
-
-    clip: Clip | None = None
-
-    def open_fused(self, step: BucketStep) -> Opened | None:
-        return super().open_fused(step) if self.clip is None else None
-
-    def open(self, step: GroupStep) -> Opened:
-        return super().open(self.clip.apply(step) if self.clip is not None else step)
+    @property
+    def local_clip(self) -> Clip | None:
+        return self.clip

@@ -1,4 +1,4 @@
-"""GaussianK = GaussianThreshold + Residual + AllGatherFast.
+"""GaussianK = GaussianThreshold + Residual + AllGather.
 
 Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning" (2019).
 """

@@ -5,14 +5,18 @@ Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsific
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from thinwire.errors import UsageError
 from thinwire.exchange.base import Exchange
 from thinwire.exchange.tree import TreeMerge
 from thinwire.methods.base import Sparsifier
 from thinwire.select.base import Selector
 from thinwire.select.topk import TradTopK
 from thinwire.validate import check_bool
+
+PUBLISHED = TreeMerge(conserve=False)
+"""The exchange of a `GTopK` that was given none: it follows `conserve`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +28,21 @@ class GTopK(Sparsifier):
     """
 
     conserve: bool = False
+    """Whether nothing is lost. An exchange that conserves says it too."""
     values: str = "fp32"
-    exchange: Exchange = field(default_factory=TreeMerge)
+    exchange: Exchange = PUBLISHED
 
     def __post_init__(self) -> None:
         check_bool("conserve", self.conserve)
-        if isinstance(self.exchange, TreeMerge):
-            object.__setattr__(self, "exchange", TreeMerge(conserve=self.conserve))
+        if self.exchange is PUBLISHED and self.conserve:
+            object.__setattr__(self, "exchange", TreeMerge(conserve=True))
         super().__post_init__()
+        conserves = getattr(self.exchange, "conserve", True)
+        if self.conserve and not conserves:
+            raise UsageError(
+                f"conserve is True and exchange is {self.exchange!r}, which does not conserve; say it in one place"
+            )
+        object.__setattr__(self, "conserve", conserves)
 
     def selector(self) -> Selector:
         return TradTopK(self.kept)

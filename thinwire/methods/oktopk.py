@@ -5,7 +5,7 @@ Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (P
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from thinwire.errors import UsageError
@@ -16,6 +16,9 @@ from thinwire.methods.base import Sparsifier
 from thinwire.select.base import Selector
 from thinwire.select.topk import TradTopK
 from thinwire.validate import check_choice
+
+EXACT = SplitReduce()
+"""The exchange of an `OkTopK` that was given none: it follows `thresholds`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +31,12 @@ class OkTopK(Sparsifier):
 
     thresholds: Literal["exact", "published"] = "exact"
     """Find thresholds exactly at every step, or reuse them for the paper's periods."""
-    exchange: Exchange = field(default_factory=SplitReduce)
+    exchange: Exchange = EXACT
     """SplitReduce() with other settings, or ReusedThresholds() with other periods."""
 
     def __post_init__(self) -> None:
         check_choice("thresholds", self.thresholds, ("exact", "published"))
-        if self.thresholds == "published" and self.exchange == SplitReduce():
+        if self.thresholds == "published" and self.exchange is EXACT:
             object.__setattr__(self, "exchange", ReusedThresholds())
         super().__post_init__()
         wanted = SplitReduce if self.thresholds == "exact" else ReusedThresholds

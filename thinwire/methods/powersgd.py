@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thinwire.compressor import Compressor
-from thinwire.lowrank.method import LowRankMethod
+from thinwire.compress.base import Compressor
 from thinwire.lowrank.two_phase import TwoPhaseCompressor
+from thinwire.methods.lowrank import LowRankMethod
 from thinwire.validate import check_positive_int
 
 

@@ -1,4 +1,4 @@
-"""RedSync = RedSyncThreshold + Residual + AllGatherFast.
+"""RedSync = RedSyncThreshold + Residual + AllGather.
 
 Fang et al., "RedSync: Reducing Synchronization Bandwidth for Distributed Deep Learning Training System" (2019).
 """

@@ -1,4 +1,4 @@
-"""SIDCo = SIDCoThreshold + Residual + AllGatherFast.
+"""SIDCo = SIDCoThreshold + Residual + AllGather.
 
 Abdelmoniem et al., "An Efficient Statistical-based Gradient Compression Technique for Distributed Training Systems"
 (MLSys 2021).

@@ -1,4 +1,4 @@
-"""Threshold = FixedThreshold + Residual + AllGatherFast: whatever is large enough."""
+"""Threshold = FixedThreshold + Residual + AllGather: whatever is large enough."""
 
 from __future__ import annotations
 

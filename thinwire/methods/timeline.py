@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from thinwire.compressor import Compressor
+from thinwire.compress.base import Compressor
 from thinwire.errors import UsageError
 from thinwire.layout import Slot
-from thinwire.methods.base import Dense, Method
+from thinwire.memory.base import Memory
+from thinwire.methods.base import ADAM_TAKEOVER, Method
 from thinwire.validate import check_instance
 
 
@@ -29,10 +30,15 @@ class Timeline(Method):
             raise UsageError(f"phases start at {starts}; they must begin at 0 and increase")
         for _, method in self.phases:
             check_instance("phases", method, Method, "pairs of a step and a method")
+            if method.takes_over == ADAM_TAKEOVER:
+                raise UsageError(
+                    f"phases has {type(method).__name__}, which begins dense by itself; use it alone, with start= for the "
+                    "number of dense steps"
+                )
 
     def at(self, step: int) -> Method:
-        which = bisect_right([start for start, _ in self.phases], step) - 1
-        start, method = self.phases[which]
+        index = bisect_right([start for start, _ in self.phases], step) - 1
+        start, method = self.phases[index]
         return method.at(step - start)
 
     @property
@@ -61,18 +67,17 @@ class Timeline(Method):
     def with_momentum(self, momentum: float, nesterov: bool) -> Method:
         bound = [(start, method.with_momentum(momentum, nesterov)) for start, method in self.phases]
         owner = next((method for _, method in bound if method.owns_momentum), self)
+        return replace(self, phases=tuple((start, method.beside(owner)) for start, method in bound))
+
+    def in_scale(self, memory: Memory) -> Method:
         return replace(
-            self,
-            phases=tuple(
-                (start, owner.dense_companion(method) if isinstance(method, Dense) else method)
-                for start, method in bound
-            ),
+            self, phases=tuple((start, method.in_scale(memory)) for start, method in self.phases)
         )
 
     def changed(self, change: Callable[[Method], Method]) -> Method:
         """In all phases but the dense ones, which have no settings that a rule could change."""
         phases = tuple(
-            (start, method if isinstance(method, Dense) else method.changed(change))
+            (start, method if method.is_dense else method.changed(change))
             for start, method in self.phases
         )
         return replace(self, phases=phases)

@@ -1,4 +1,4 @@
-"""TopK = TradTopK + Residual + AllGatherFast: the k largest magnitudes of each tensor."""
+"""TopK = TradTopK + Residual + AllGather: the k largest magnitudes of each tensor."""
 
 from __future__ import annotations
 

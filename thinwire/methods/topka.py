@@ -1,4 +1,4 @@
-"""TopKA = TradTopK + Residual + AllGatherFast with 32-bit values and indices: the plain all-gather baseline."""
+"""TopKA = TradTopK + Residual + AllGather with 32-bit values and indices: the plain all-gather baseline."""
 
 from __future__ import annotations
 

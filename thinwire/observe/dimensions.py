@@ -6,19 +6,16 @@ request from the last step, whose compensated gradient is still at hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.kernels.topk import row_topk
-from thinwire.layout import Slot
+from thinwire.layout import WHOLE_TENSOR, Axis, Group, Slot, SlotRows, resolve_axis, rows_along
 from thinwire.memory.account import Account
-from thinwire.plan.groups import Group
-from thinwire.select.rows import WHOLE_TENSOR, Axis, SlotRows, resolve_axis, rows_along
 
 
 @dataclass(frozen=True)
@@ -75,34 +72,3 @@ def _chosen(rows: SlotRows, compensated: Tensor) -> Tensor:
 
 def _empty(rows: SlotRows, mask: Tensor) -> int:
     return int((~rows.matrix(mask).any(-1)).sum())
-
-
-def plot_dimensions(
-    history: Sequence[Mapping[str, DimensionStats]], path: str | Path, *, top: int = 6
-) -> None:
-    """Share of rows that get nothing against steps, per layer, under global and under all-dimension top-k."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = sorted(
-        history[0],
-        key=lambda name: -sum(stats[name].empty_global / stats[name].rows for stats in history),
-    )[:top]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for panel, title, field in (
-        (axes[0], "global top-k", "empty_global"),
-        (axes[1], "all-dimension top-k", "empty_all_dimension"),
-    ):
-        for name in names:
-            steps = [stats[name].step for stats in history]
-            share = [getattr(stats[name], field) / stats[name].rows for stats in history]
-            panel.plot(steps, share, label=name)
-        panel.set_title(title)
-        panel.set_xlabel("step")
-    axes[0].set_ylabel("share of rows that send nothing")
-    axes[1].legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

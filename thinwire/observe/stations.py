@@ -11,10 +11,11 @@ from typing import Any
 
 from torch.autograd import profiler
 
+HOOK = "thinwire::hook"
 ENCODE = "thinwire::encode"
 EXCHANGE = "thinwire::exchange"
 DECODE = "thinwire::decode"
-STATIONS = (ENCODE, EXCHANGE, DECODE)
+STATIONS = (HOOK, ENCODE, EXCHANGE, DECODE)
 
 Watcher = Callable[[str], AbstractContextManager[Any]]
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
-from thinwire.compressor import Opened
-from thinwire.exchange.requests import Place
-from thinwire.layout import BucketLayout, Slot
+from thinwire.described import Described
+from thinwire.exchange.requests import Program, Request
+from thinwire.layout import Group
 from thinwire.observe.dimensions import DimensionStats
 from thinwire.observe.ledger import Ledger
+from thinwire.observe.notebook import html_table
 from thinwire.observe.sums import DeviceSums
-from thinwire.plan.groups import Group
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -26,6 +29,7 @@ class ParameterStats:
     entries: int = 0
     dense_bytes: float = 0.0
     wire_bytes: float = 0.0
+    """Its share of the bytes that were counted for its buckets, by what each parameter in them is expected to send."""
     compressed_elements: int = 0
     compressed_entries: int = 0
 
@@ -36,7 +40,7 @@ class ParameterStats:
 
 
 @dataclass(frozen=True)
-class Stats:
+class Stats(Described):
     """What `handle.stats()` returns; bytes are what this rank put on the wire, all counted steps together."""
 
     steps: int
@@ -55,6 +59,9 @@ class Stats:
     """The same per parameter."""
     dimensions: dict[str, DimensionStats] | None = field(default=None, repr=False)
     """Rows left out by the last step, per parameter, if asked for."""
+    exposed_ms: float | None = None
+    """Milliseconds of a step in which it waited for nothing but the exchange: from its last bucket's being ready to its last
+    update. The median of some recent steps; None where nothing travels, or where steps go on meanwhile."""
 
     @property
     def ratio(self) -> float:
@@ -69,53 +76,95 @@ class Stats:
     def dense_bytes_per_step(self) -> float:
         return self.dense_bytes / self.counted_steps if self.counted_steps else 0.0
 
+    def as_dict(self) -> dict[str, float]:
+        """The numbers that are worth a curve, by name; `exposed_ms` is among them where it was measured."""
+        values = {
+            "steps": self.steps,
+            "ratio": self.ratio,
+            "density": self.density,
+            "wire_bytes_per_step": self.wire_bytes_per_step,
+            "dense_bytes_per_step": self.dense_bytes_per_step,
+            "memory_bytes": self.memory_bytes,
+        }
+        return values if self.exposed_ms is None else {**values, "exposed_ms": self.exposed_ms}
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        rows = [
+            ("steps", f"{self.steps:,}"),
+            ("MB per step sent", f"{self.wire_bytes_per_step / 1e6:.3f}"),
+            ("MB per step dense", f"{self.dense_bytes_per_step / 1e6:.3f}"),
+            ("ratio", f"{self.ratio:.1f}"),
+            ("density sent", f"{self.density:.2%}"),
+            ("MB held back", f"{self.memory_bytes / 1e6:.3f}"),
+        ]
+        if self.exposed_ms is not None:
+            rows.append(("ms exposed per step", f"{self.exposed_ms:.2f}"))
+        return html_table(("on this rank", ""), rows)
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """What one parameter is expected to send in every step of a bucket."""
+
+    name: str
+    elements: int
+    nbytes: float
+    entries: int | None
+    """None where the data decide."""
+    compressed: bool
+
 
 @dataclass(eq=False)
-class Repeated:
-    """What a group sent, the same in `times` steps."""
+class WayTraffic:
+    """One way of a bucket: what each parameter is expected to send, and how often and how much was sent."""
 
-    slots: Sequence[Slot]
+    rows: Sequence[TrafficRow]
     dense_share: float
     """Bytes per element that DDP's own all-reduce would have sent."""
-    slot_bytes: Sequence[float]
-    entries: Sequence[int] | None
-    compressed: bool
     times: int = 0
+    sent_bytes: int = 0
 
 
-MOST_REPEATED = 4096
-"""Descriptions that are kept before they are added up; a method that makes new ones in every step would pile them up."""
+MOST_ACTIVE = 4096
+"""Ways that are kept before they are added up; a method that makes new ones in every step would pile them up."""
 
 
 class Tally:
-    """Adds up what passes through the pipeline."""
+    """Adds up what passes through a reducer. A step adds a number or two per bucket; parameters are added up when
+    somebody asks."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, sent_bytes: Callable[[Request], int]) -> None:
+        """`sent_bytes` tells what this rank puts on the wire for a request."""
         self.ledger = ledger
         self.steps = 0
+        self._sent_bytes = sent_bytes
         self._parameters: dict[str, ParameterStats] = {}
         self._lock = threading.Lock()
-        self._repeated: dict[tuple[int, ...], Repeated] = {}
-        """By the identities of what they hold, counted by the thread that encodes and added up by whoever asks. A step adds a number to each; slot by slot it is counted when somebody asks."""
-        self._uncounted: DeviceSums[tuple[str, ...]] = DeviceSums()
+        self._active: dict[int, WayTraffic] = {}
+        """By identity: what was counted since it was last added up."""
+        self.uncounted: DeviceSums[tuple[str, ...]] = DeviceSums()
         """Entry counts by the names of a group: the groups themselves change with every bucketing and density, and
         would pile up."""
 
-    def add_bucket(
-        self, layout: BucketLayout, groups: Sequence[Group], opened: Sequence[Opened], place: Place
-    ) -> None:
-        """Host-side counts, known before anything travels."""
-        dense_share = 2 * (place.world - 1) / place.world * layout.dtype.itemsize
-        for group, one in zip(groups, opened, strict=True):
-            key = (id(group.slots), id(one.slot_bytes), id(one.entries), one.compressed)
-            with self._lock:
-                if key not in self._repeated:
-                    self._repeated[key] = Repeated(
-                        group.slots, dense_share, one.slot_bytes, one.entries, one.compressed
-                    )
-                self._repeated[key].times += 1
-        if len(self._repeated) > MOST_REPEATED:
+    def count(self, program: Program[T], traffic: WayTraffic) -> Program[T]:
+        """The same program; what it asks for is counted."""
+        if len(self._active) > MOST_ACTIVE:
             self._add_up()
+        self._note(traffic, 1, 0)
+        try:
+            batch = next(program)
+            while True:
+                self._note(traffic, 0, sum(map(self._sent_bytes, batch)))
+                batch = program.send((yield batch))
+        except StopIteration as finished:
+            return finished.value
+
+    def _note(self, traffic: WayTraffic, times: int, sent_bytes: int) -> None:
+        with self._lock:
+            self._active[id(traffic)] = traffic
+            traffic.times += times
+            traffic.sent_bytes += sent_bytes
 
     @property
     def parameters(self) -> dict[str, ParameterStats]:
@@ -125,29 +174,34 @@ class Tally:
 
     def _add_up(self) -> None:
         with self._lock:
-            repeated, self._repeated = self._repeated, {}
-        for one in repeated.values():
-            for which, slot in enumerate(one.slots):
-                row = self._parameters.setdefault(slot.name, ParameterStats())
-                entries = one.times * one.entries[which] if one.entries is not None else 0
-                row.exchanges += one.times
-                row.elements += one.times * slot.numel
-                row.entries += entries
-                row.dense_bytes += one.times * one.dense_share * slot.numel
-                row.wire_bytes += one.times * one.slot_bytes[which]
-                if one.compressed:
-                    row.compressed_elements += one.times * slot.numel
-                    row.compressed_entries += entries
+            active, self._active = list(self._active.values()), {}
+            taken = [(one.times, one.sent_bytes) for one in active]
+            for one in active:
+                one.times = one.sent_bytes = 0
+        for traffic, (times, sent_bytes) in zip(active, taken, strict=True):
+            expected = sum(row.nbytes for row in traffic.rows)
+            for row in traffic.rows:
+                total = self._parameters.setdefault(row.name, ParameterStats())
+                entries = times * row.entries if row.entries is not None else 0
+                total.exchanges += times
+                total.elements += times * row.elements
+                total.entries += entries
+                total.dense_bytes += times * traffic.dense_share * row.elements
+                total.wire_bytes += sent_bytes * (row.nbytes / expected) if expected else 0.0
+                if row.compressed:
+                    total.compressed_elements += times * row.elements
+                    total.compressed_entries += entries
 
     def add_counts(self, group: Group, counts: Tensor) -> None:
         """Entries per slot of a selection whose count depends on the data."""
-        self._uncounted.add(tuple(slot.name for slot in group.slots), counts.long())
+        self.uncounted.add(tuple(slot.name for slot in group.slots), counts.long())
 
     def stats(
         self,
         steps: int,
         memory_bytes: int,
         dimensions: dict[str, DimensionStats] | None = None,
+        exposed_ms: float | None = None,
     ) -> Stats:
         self._read_counts()
         parameters = self.parameters
@@ -163,11 +217,12 @@ class Tally:
             memory_bytes=memory_bytes,
             parameters={name: ParameterStats(**vars(row)) for name, row in parameters.items()},
             dimensions=dimensions,
+            exposed_ms=exposed_ms,
         )
 
     def _read_counts(self) -> None:
         parameters = self.parameters
-        for names, counts in self._uncounted.take():
+        for names, counts in self.uncounted.take():
             for name, count in zip(names, counts.tolist(), strict=True):
                 parameters[name].entries += count
                 parameters[name].compressed_entries += count

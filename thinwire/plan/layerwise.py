@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from thinwire.layout import ParameterInfo, describe_module
+from thinwire.layout import Axis, ParameterInfo, SlotRows, describe_module, resolve_axis, rows_along
 from thinwire.plan.policy import Rule, rule
-from thinwire.select.rows import Axis, SlotRows, resolve_axis, rows_along
 from thinwire.validate import check_axis, check_density
 
 
@@ -23,6 +22,8 @@ def layerwise_density(model: nn.Module, density: float, *, axis: Axis = "auto") 
     1. Every parameter with two or more dimensions is cut into its rows; budget = density x their elements.
     2. Find the level k at which sum over rows of min(k, row length) meets the budget.
     3. Rows shorter than the level go dense; the others get density = level / length.
+
+    `axis` says how the method will cut parameters into rows, as in `tw.ADTopK`.
 
     >>> handle = tw.attach(ddp, tw.ADTopK(), policy=tw.layerwise_density(model, 0.01))
     """

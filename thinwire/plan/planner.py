@@ -23,6 +23,9 @@ class Planner:
         self._policy = list(policy)
         self._world = world
         self._in_force: Hashable = None
+        ruled = [rule.method for rule in policy if rule.method is not None]
+        self.host_sizes = {size for one in (method, *ruled) for size in one.host_sizes}
+        """What all methods that may come to work say of their hosts."""
         # What cannot work later had better be refused now, outside of any backward.
         for step in (*method.turns, FAR):
             if self._key(step) != self._key(0):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from thinwire.described import Described
 from thinwire.errors import UsageError
-from thinwire.layout import ParameterInfo
-from thinwire.memory.residual import NoMemory
-from thinwire.methods.base import Dense, Method, SparseMethod
-from thinwire.select.rows import Axis
+from thinwire.layout import Axis, ParameterInfo
+from thinwire.methods.base import Dense, Method
 from thinwire.validate import (
     check_axis,
     check_bool,
@@ -25,23 +24,67 @@ from thinwire.validate import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """Which parameters (all conditions that are set must hold) and what to do with them."""
+@dataclass(frozen=True)
+class Rule(Described):
+    """Which parameters, and what to do with them. All conditions that are set must hold; in a policy the first match wins.
+
+    >>> policy = [rule("*.wte.*", axis=0), rule(module=nn.LayerNorm, dense=True), rule(max_numel=4096, dense=True)]
+    """
 
     pattern: str = "*"
+    """A glob on the canonical parameter name."""
+    _: KW_ONLY
     module: type | None = None
-    shape: tuple[int | None, ...] | None = None
+    """The class of the module that owns the parameter, such as nn.LayerNorm; None = any."""
+    shape: Sequence[int | None] | None = None
+    """Its full shape, None for a dimension of any size; None = any shape."""
     min_numel: int | None = None
+    """The fewest elements it may have."""
     max_numel: int | None = None
+    """The most elements it may have."""
     dense: bool = False
+    """Send it whole."""
     method: Method | None = None
+    """Compress it by this method instead of the handle's."""
     axis: Axis | None = None
+    """Select along this axis, where the method has one."""
     density: float | None = None
+    """Keep this fraction of its entries, where the method has a density."""
     feedback: bool | None = None
+    """False: hold nothing back, so that what is not sent is lost."""
     all_dimension: bool = False
+    """Spare it ADTopK's global turns."""
+
+    def __post_init__(self) -> None:
+        check_instance("pattern", self.pattern, str, "a glob on parameter names such as '*.weight'")
+        check_bool("dense", self.dense)
+        if self.module is not None:
+            check_instance("module", self.module, type, "a module class such as nn.LayerNorm")
+        if self.method is not None:
+            check_instance("method", self.method, Method, "a method such as tw.Dense()")
+        if self.axis is not None:
+            check_axis("axis", self.axis)
+        if self.density is not None:
+            check_density("density", self.density)
+        if self.feedback is not None:
+            check_bool("feedback", self.feedback)
+        check_bool("all_dimension", self.all_dimension)
+        for field in ("min_numel", "max_numel"):
+            if getattr(self, field) is not None:
+                check_positive_int(field, getattr(self, field))
+        if self.shape is not None:
+            check_instance("shape", self.shape, Sequence, "a list of sizes, None for any size")
+            object.__setattr__(self, "shape", tuple(self.shape))
+        for field in ("method", "axis", "density", "feedback", "all_dimension"):
+            value = getattr(self, field)
+            if self.dense and value is not None and value is not False:
+                raise UsageError(
+                    f"dense is True and {field} is {value!r}; a rule sets only one of them"
+                )
 
     def matches(self, info: ParameterInfo) -> bool:
+        """By the full shape: a rule says the same of all shards of a parameter."""
+        info = info.full
         if not fnmatchcase(info.name, self.pattern):
             return False
         if self.module is not None and not (
@@ -69,9 +112,7 @@ class Rule:
                 chosen = _replace(chosen, name, value)
         if self.all_dimension:
             chosen = _replace(_replace(chosen, "threshold", False), "interleave", None)
-        if self.feedback is False and isinstance(chosen, SparseMethod):
-            chosen = _replace(chosen, "memory", NoMemory())
-        return chosen
+        return chosen.without_memory() if self.feedback is False else chosen
 
     def __str__(self) -> str:
         shown = [
@@ -82,59 +123,8 @@ class Rule:
         return f"rule({', '.join(shown)})"
 
 
-def rule(
-    pattern: str = "*",
-    *,
-    module: type | None = None,
-    shape: Sequence[int | None] | None = None,
-    min_numel: int | None = None,
-    max_numel: int | None = None,
-    dense: bool = False,
-    method: Method | None = None,
-    axis: Axis | None = None,
-    density: float | None = None,
-    feedback: bool | None = None,
-    all_dimension: bool = False,
-) -> Rule:
-    """A policy rule. `pattern` is a glob on the canonical parameter name; None in `shape` matches any size.
-
-    `all_dimension` spares the matching parameters ADTopK's global turns.
-
-    >>> policy = [rule("*.wte.*", axis=0), rule(module=nn.LayerNorm, dense=True), rule(max_numel=4096, dense=True)]
-    """
-    check_instance("pattern", pattern, str, "a glob on parameter names such as '*.weight'")
-    check_bool("dense", dense)
-    if module is not None:
-        check_instance("module", module, type, "a module class such as nn.LayerNorm")
-    if method is not None:
-        check_instance("method", method, Method, "a method such as tw.Dense()")
-    if axis is not None:
-        check_axis("axis", axis)
-    if density is not None:
-        check_density("density", density)
-    if feedback is not None:
-        check_bool("feedback", feedback)
-    check_bool("all_dimension", all_dimension)
-    for field, limit in (("min_numel", min_numel), ("max_numel", max_numel)):
-        if limit is not None:
-            check_positive_int(field, limit)
-    if shape is not None:
-        check_instance("shape", shape, Sequence, "a list of sizes, None for any size")
-    if dense and method is not None:
-        raise UsageError(f"dense is True and method is {method!r}; a rule sets only one of them")
-    return Rule(
-        pattern=pattern,
-        module=module,
-        shape=tuple(shape) if shape is not None else None,
-        min_numel=min_numel,
-        max_numel=max_numel,
-        dense=dense,
-        method=method,
-        axis=axis,
-        density=density,
-        feedback=feedback,
-        all_dimension=all_dimension,
-    )
+rule = Rule
+"""As it is written in a policy."""
 
 
 @dataclass(frozen=True)
@@ -147,11 +137,11 @@ class SlotPlan:
 
     @property
     def dense(self) -> bool:
-        return isinstance(self.method, Dense)
+        return self.method.is_dense
 
     @property
     def action(self) -> str:
-        return self.method.describe(self.info.slot(0))
+        return self.method.describe(self.info.slot(0)) if self.info.numel else "nothing to send"
 
 
 def make_plan(
@@ -165,11 +155,18 @@ def make_plan(
     """Decide for every parameter, from shapes, settings and the step only, so that all ranks decide alike."""
     used: set[Rule] = set()
     plan = {}
+    infos = list(infos)
+    sizes = {info.name: info.full.numel for info in infos if len(info.full_shape) > 1}
+    exempt = method.at(step).exempt(sizes)
     for info in infos:
         matching = next((r for r in policy if r.matches(info)), None)
         if matching is not None:
             used.add(matching)
-        plan[info.name] = _decide(info, method, matching, world, step)
+        decided = _decide(info, method, matching, world, step)
+        if matching is None and info.name in exempt and not decided.dense:
+            dense = method.at(step).dense_companion(Dense())
+            decided = SlotPlan(info, dense, "small enough to travel whole within the budget")
+        plan[info.name] = decided
     _check_momentum(method, plan.values())
     for unused in [r for r in policy if r not in used and not quiet]:
         shadowed = any(unused.matches(slot_plan.info) for slot_plan in plan.values())
@@ -198,16 +195,19 @@ def _decide(
 ) -> SlotPlan:
     chosen = (matching.apply(method) if matching is not None else method).at(step)
     asked = f"by {matching}" if matching is not None else "default method"
+    if info.shard is not None:
+        asked += ", on this rank's shard"
     base = method.at(step)
-    if isinstance(chosen, Dense):
-        return SlotPlan(info, base.dense_companion(chosen), asked)
+    if chosen.is_dense:
+        return SlotPlan(info, chosen.beside(base), asked)
     dense = chosen.dense_companion(Dense())
-    if info.numel == 0:
+    # Not of an empty shard: the ranks that share a parameter plan alike, so that they save alike.
+    if info.full.numel == 0:
         return SlotPlan(info, dense, "empty")
     explicit = matching is not None and matching.method is not None
-    if len(info.shape) < 2 and not (explicit and info.shape):
+    if len(info.full_shape) < 2 and not (explicit and info.full_shape):
         return SlotPlan(info, dense, "fewer than two dimensions")
-    against = chosen.reason_against(info.slot(0), 8 * info.dtype.itemsize, world)
+    against = chosen.reason_against(info.full.slot(0), 8 * info.dtype.itemsize, world)
     if against is not None:
         return SlotPlan(info, dense, against)
     return SlotPlan(info, chosen, asked)
@@ -221,7 +221,7 @@ def _replace(method: Method, field: str, value: Any) -> Method:
     return dataclasses.replace(method, **{field: value})
 
 
-def _shape_fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+def _shape_fits(shape: tuple[int, ...], wanted: Sequence[int | None]) -> bool:
     return len(shape) == len(wanted) and all(
         want is None or size == want for size, want in zip(shape, wanted, strict=True)
     )
@@ -229,3 +229,12 @@ def _shape_fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
 
 def _short(value: Any) -> str:
     return value.__name__ if isinstance(value, type) else repr(value)
+
+
+def check_settings(method: Any, policy: Any, deterministic: Any) -> None:
+    check_instance("method", method, Method, "a method such as tw.ADTopK(density=0.01)")
+    check_bool("deterministic", deterministic)
+    if policy is not None:
+        check_instance("policy", policy, Sequence, "a list of tw.rule(...)")
+    for entry in policy or []:
+        check_instance("policy", entry, Rule, "a list of tw.rule(...)")

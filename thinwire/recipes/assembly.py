@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from thinwire.methods.registry import find_preset
-from thinwire.observe.metrics import MetricsLog
+from thinwire.errors import UsageError
 from thinwire.recipes.checkpoints import Checkpoints
 from thinwire.recipes.examples import Data
 from thinwire.recipes.job import Cell, Job
 from thinwire.recipes.loop import Run, Trainer, count_steps_per_epoch
 from thinwire.recipes.parallel import Workers
 from thinwire.recipes.tasks import Task
+from thinwire.tools.methods import find_preset
+from thinwire.tools.metrics import MetricsLog
+
+CHECKPOINTS = "checkpoints"
+"""A folder in the run folder, with one for each cell."""
 
 
 def make_trainer(
@@ -30,8 +35,23 @@ def make_trainer(
         deterministic=job.running.deterministic,
         about=cell.about,
     )
-    folder = job.out / "checkpoints" / cell.label
+    folder = job.out / CHECKPOINTS / cell.label
     torch.manual_seed(cell.training.seed)
     model = task.build(data.kind, job.source.tiny)
-    checkpoints = Checkpoints(folder, workers, job.running.checkpoint_every)
+    on_damage = refuse_damage if job.evaluate else partial(note_damage, log, cell.label)
+    checkpoints = Checkpoints(folder, workers, job.running.checkpoint_every, on_damage)
     return Trainer(run, model, data, workers, log, checkpoints)
+
+
+def note_damage(log: MetricsLog, run: str, damage: str) -> None:
+    note(log, run, f"{damage}; an older one is taken")
+
+
+def refuse_damage(damage: str) -> None:
+    """A test of another state than the user thinks would mislead."""
+    raise UsageError(f"{damage}; remove it to test another")
+
+
+def note(log: MetricsLog, run: str, sentence: str) -> None:
+    """Tell the user something before a run begins."""
+    log.add([{"run": run, "event": "note", "step": 0, "sentence": sentence}])

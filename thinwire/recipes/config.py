@@ -1,41 +1,129 @@
-"""How a task is trained, and where it runs: frozen and validated."""
+"""What is trained, how, and where: frozen and validated. The sections of a settings file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args, get_type_hints
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from thinwire.errors import UsageError
-from thinwire.validate import (
-    check_bool,
-    check_choice,
-    check_finite_number,
-    check_positive_int,
-    check_positive_number,
+from thinwire.lab.rates import UNSHAPED, parse_rate
+from thinwire.tools.methods import METHODS  # noqa: F401 (shown in a field's text)
+from thinwire.tools.settings.building import check_fields
+from thinwire.tools.settings.fields import EITHER_WAY
+from thinwire.tools.settings.kinds import (
+    AboveZero,
+    Count,
+    Folder,
+    NewFile,
+    NotNegative,
+    Positive,
+    PositiveNumber,
+    Ranks,
 )
+from thinwire.validate import check_instance
+
+if TYPE_CHECKING:
+    from thinwire.recipes.tasks import Task
+
+
+LONGEST_TIMEOUT = 365 * 24 * 3600
+
+
+def check_listed(name: str, value: Any) -> None:
+    check_instance(f"task.{name}", value, str, "a name of --list")
+
+
+Listed = Annotated[str, check_listed]
+AUTO = "auto"
+
+
+def check_link(name: str, value: Any) -> None:
+    check_instance(name, value, str, f"a rate such as 50mbit, or {AUTO!r}")
+    if value == UNSHAPED:
+        raise UsageError(f"{name} is {value!r}; it must be a rate such as 50mbit, or {AUTO!r}")
+    if value != AUTO:
+        parse_rate(value, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Where data comes from."""
+
+    data_dir: Folder | None = None
+    """Where the data sets are, in their official layouts; THINWIRE_DATA unless given."""
+    download: bool = False
+    """Fetch missing files from their official place, and check them."""
+    synthetic: bool = False
+    """Random data of the right shape instead of real data."""
+    tiny: bool = False
+    """The same code with a two-layer model on little data."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(DataOptions):
+    """Which task: its name, or data and model; and where the data comes from."""
+
+    name: Listed | None = None
+    data: Listed | None = None
+    """Of --list; with --model, instead of TASK."""
+    model: Listed | None = None
+    """Of --list; with --data, instead of TASK."""
+
+    def find(self) -> Task:
+        from thinwire.recipes.tasks import compose, find_task
+
+        if self.name is not None:
+            if self.data is not None or self.model is not None:
+                raise UsageError(
+                    f"task is {self.name!r} with data {self.data!r} and model {self.model!r}; name the task or both parts"
+                )
+            return find_task(self.name)
+        if self.data is None and self.model is None:
+            raise UsageError(
+                "missing argument 'TASK'; name one, or --data and --model (--list shows what there is)"
+            )
+        if self.data is None or self.model is None:
+            raise UsageError(
+                f"data is {self.data!r} and model is {self.model!r}; name both, or a task"
+            )
+        return compose(self.data, self.model)
+
+    @property
+    def label(self) -> str:
+        return self.name or f"{self.data}-{self.model}"
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """What the task was called by."""
+        named = {"name": self.name, "data": self.data, "model": self.model}
+        return {key: value for key, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """How a task is trained, the same for every method."""
 
-    epochs: int
-    batch_size: int
+    epochs: Positive
+    """Passes over the data."""
+    batch_size: Positive
     """Examples per worker and micro-batch."""
-    accumulate: int = 1
+    accumulate: Positive = 1
     """Micro-batches per step (DGC's num_batches_per_step: the GPUs of one machine)."""
-    lr: float
-    """Peak learning rate, before `lr_scaling`."""
+    lr: Annotated[AboveZero, "RATE"]
+    """Peak learning rate, before lr_scaling."""
     lr_scaling: Literal["none", "linear"] = "none"
     """linear: times workers x accumulate."""
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    momentum: float = 0.9
+    momentum: NotNegative = 0.9
     nesterov: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
     """Of adam and adamw."""
-    eps: float = 1e-8
+    eps: AboveZero = 1e-8
     """Of adam and adamw."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     decay_norms: bool = True
     """Whether biases and the parameters of norms decay too."""
     schedule: Literal["constant", "cosine", "multistep", "linear", "exponential", "plateau"] = (
@@ -43,52 +131,32 @@ class Training:
     )
     """What follows the warm-up; cosine and linear end at zero with the last step."""
     milestones: tuple[int, ...] = ()
-    """Epochs at which multistep multiplies the rate by `gamma`."""
-    gamma: float = 0.1
+    """Epochs at which multistep multiplies the rate by gamma."""
+    gamma: AboveZero = 0.1
     """Of multistep, of exponential (per epoch) and of plateau."""
-    patience: int = 3
-    """Epochs without a better score before plateau multiplies the rate by `gamma`."""
-    warmup_steps: int = 0
-    warmup_epochs: float = 0.0
-    """The learning rate first rises linearly over so many steps or epochs; at most one of the two is given."""
-    clip_norm: float | None = None
+    patience: Positive = 3
+    """Epochs without a better score before plateau multiplies the rate by gamma."""
+    warmup_steps: Count = 0
+    """The learning rate first rises linearly over so many steps."""
+    warmup_epochs: NotNegative = 0.0
+    """The same in epochs; at most one of the two is given."""
+    clip_norm: PositiveNumber | None = None
     """Largest norm of the averaged gradient; None: not clipped."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Autocast's; fp16 comes with a GradScaler."""
-    channels_last: bool = False
-    """Keep images and the weights of convolutions in torch.channels_last, which is faster on most GPUs; the values are the same."""
-    seed: int = 0
+    """Of autocast; fp16 comes with a GradScaler."""
+    channels_last: Annotated[bool, EITHER_WAY] = False
+    """Images and convolutions in that memory format, which is faster on most GPUs; --no-channels-last turns it off."""
+    seed: Count = 0
     """Of the initial parameters, the order of the examples, augmentation and dropout."""
 
     def __post_init__(self) -> None:
-        for name in ("betas", "milestones"):
-            check_numbers(name, getattr(self, name))
-            # Files have lists.
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_fields(self)
         if len(self.betas) != 2:
             raise UsageError(f"betas is {self.betas!r}; it must be two numbers")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UsageError(f"betas is {self.betas!r}; both must be in [0, 1)")
-        for name in ("epochs", "batch_size", "accumulate", "patience"):
-            check_positive_int(name, getattr(self, name))
-        for name in ("lr", "gamma", "eps"):
-            check_finite_number(name, getattr(self, name))
-            if getattr(self, name) <= 0:
-                raise UsageError(f"{name} is {getattr(self, name)!r}; it must be above 0")
-        for name in ("warmup_steps", "seed"):
-            check_count(name, getattr(self, name))
-        for name in ("momentum", "weight_decay", "warmup_epochs"):
-            check_finite_number(name, getattr(self, name))
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} is {getattr(self, name)!r}; it must be 0 or more")
-        for name in ("lr_scaling", "optimizer", "schedule", "precision"):
-            check_choice(name, getattr(self, name), get_args(get_type_hints(Training)[name]))
-        for name in ("nesterov", "decay_norms", "channels_last"):
-            check_bool(name, getattr(self, name))
         if self.nesterov and not self.momentum:
             raise UsageError("nesterov is True, which needs a momentum above 0")
-        if self.clip_norm is not None:
-            check_positive_number("clip_norm", self.clip_norm)
         if self.warmup_steps and self.warmup_epochs:
             raise UsageError(
                 f"warmup_steps is {self.warmup_steps} and warmup_epochs is {self.warmup_epochs}; give only one of them"
@@ -99,34 +167,39 @@ class Training:
 class Running:
     """Where a job runs, how far, and what it leaves behind."""
 
-    workers: int = 4
-    """Processes, one per data-parallel worker; under torchrun as many as it started."""
-    simulate_workers: int | None = None
+    workers: Ranks = 4
+    """Processes on this machine, one per data-parallel worker; under torchrun as many as it started."""
+    simulate_workers: Ranks | None = None
     """Data-parallel workers in one process instead."""
     graph: bool = False
     """Replay each simulated worker's forward and backward as a CUDA graph, where that works."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if every process of this machine has a GPU of its own, else the CPU."""
-    steps: int | None = None
-    """Optimisation steps after which to stop; the learning rate is still that of all epochs."""
-    checkpoint_every: int | None = None
-    """Steps from one checkpoint to the next; None: none is written."""
+    """auto: CUDA if every process of this machine has a GPU of its own, else the CPU; with --link the CPU."""
+    link: Annotated[str | None, check_link, "RATE"] = None
+    """Join the workers by emulated links, such as 50mbit, as root on Linux; auto: 50mbit where that is possible."""
+    steps: Positive | None = None
+    """Stop after so many optimisation steps; the learning rate is still that of all epochs."""
+    checkpoint_every: Positive | None = None
+    """Save everything every so many steps."""
     deterministic: bool = False
-    """Sums in the order of the workers and deterministic kernels, so that a resumed run repeats every bit."""
+    """Repeat every bit, also after --resume: sums in the order of the workers, deterministic kernels."""
     tensorboard: bool = False
     """Write TensorBoard's event files beside metrics.jsonl."""
+    wandb: bool = False
+    """Curves in Weights & Biases; WANDB_MODE=offline keeps them in the run folder."""
+    mlflow: bool = False
+    """Curves in MLflow: at MLFLOW_TRACKING_URI, or in the run folder."""
+    timeout: Annotated[PositiveNumber, "SECONDS"] = 300.0
+    """A worker that the others have waited for so long is given up, and the job ends."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "simulate_workers", "steps", "checkpoint_every"):
-            value = getattr(self, name)
-            if value is not None or name == "workers":
-                check_positive_int(name, value)
-        check_choice("device", self.device, get_args(get_type_hints(Running)["device"]))
-        check_bool("deterministic", self.deterministic)
-        check_bool("tensorboard", self.tensorboard)
-        check_bool("graph", self.graph)
+        check_fields(self)
         if self.graph and self.simulate_workers is None:
             raise UsageError("graph is True, which goes only with simulate_workers")
+        if self.timeout > LONGEST_TIMEOUT:
+            raise UsageError(
+                f"timeout is {self.timeout:g}; it must be at most {LONGEST_TIMEOUT}, a year of seconds"
+            )
 
     @property
     def processes(self) -> int:
@@ -138,13 +211,60 @@ class Running:
         return self.simulate_workers or self.workers
 
 
-def check_count(field: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise UsageError(f"{field} is {value!r}; it must be a whole number of at least 0")
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """What a comparison runs: each method at each density from each seed."""
+
+    methods: tuple[str, ...] = ("dense", "topk", "adtopk")
+    """Some of {METHODS}, with commas, or all; your own as module:attribute."""
+    densities: Annotated[tuple[float, ...], "--density", "FRACTIONS"] = ()
+    """Fractions of the entries sent, with commas; each method's own unless given."""
+    seeds: Annotated[tuple[int, ...] | None, "--seed", "NUMBERS"] = None
+    """With commas; each for every method. The task's own unless given."""
+    target: Annotated[float | None, "SCORE"] = None
+    """Also show after how many seconds in training steps a test was this good, such as 0.95."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
-def check_numbers(field: str, values: object) -> None:
-    if not isinstance(values, list | tuple):
-        raise UsageError(f"{field} is {values!r}; it must be a list of numbers")
-    for value in values:
-        check_finite_number(field, value)
+@dataclass(frozen=True, kw_only=True)
+class SettingsFiles:
+    """Settings that are not options of their own. Not a section of a file."""
+
+    config: Annotated[list[str], "FILES"] = field(default_factory=list)
+    """TOML or YAML, or a name of --list; several with commas, later ones win."""
+    set_: Annotated[list[str], "NAME=VALUE"] = field(default_factory=list)
+    """Any setting, such as training.lr=0.1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Settings with several values: every combination is a job of its own. Not a section of a file."""
+
+    sweep: Annotated[list[str], "NAME=VALUES"] = field(default_factory=list)
+    """Any setting, such as training.lr=0.1,0.2; several times for all combinations."""
+    seeds: Annotated[tuple[int, ...], "NUMBERS"] = ()
+    """Each combination from each of these seeds."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """Where a job's files go, and what is done with those that are there. Not a section of a file."""
+
+    out: Folder | None = None
+    """Run folder; runs/... unless given."""
+    suffix: Annotated[str, "TEXT"] = ""
+    """Behind the run folder's own name."""
+    resume: bool = False
+    """Go on with what is in --out."""
+    evaluate: bool = False
+    """Only test what --resume finds."""
+    ledger: NewFile | None = None
+    """Write the traffic per worker, method and phase there, as CSV."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)

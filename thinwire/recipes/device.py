@@ -17,7 +17,8 @@ IMAGE_DIMS = 4
 
 def choose_device(running: Running) -> torch.device:
     """A GPU of this process's own if it is to have one, else the CPU."""
-    if running.device == "cpu":
+    # Hosts of a lab are one machine, though each looks like one of its own.
+    if running.device == "cpu" or (running.device == "auto" and running.link is not None):
         return torch.device("cpu")
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", running.processes))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
-from thinwire.validate import check_bool, check_instance
+from thinwire.recipes.config import DataOptions as DataOptions
 
 if TYPE_CHECKING:
     from thinwire.recipes.kinds import Kind
@@ -30,8 +29,8 @@ class Examples(ABC):
     def batch(self, index: Tensor, generator: torch.Generator | None) -> Batch:
         """The examples at these places, stacked.
 
-        `generator` (on the CPU) is what random augmentation and masking draw from, so that a step can be repeated;
-        None means none: the same batch every time, for evaluation.
+        Random augmentation and masking draw from `generator` (on the CPU), so that a step can be repeated. Without one the batch is
+        the same every time, as evaluation needs it.
         """
 
     def to(self, device: torch.device) -> Examples:
@@ -43,8 +42,7 @@ class Examples(ABC):
     ) -> list[Tensor]:
         """The places of each step of one epoch for one rank: one shuffle common to all ranks, dealt out in turn.
 
-        Every rank has the same number of steps; the rest that does not fill a batch on every worker waits for
-        another shuffle.
+        Every rank has the same number of steps. The rest, which does not fill a batch on every worker, is left out.
         """
         steps = count_steps(len(self), world, batch_size)
         generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
@@ -80,25 +78,8 @@ class Data:
     train: Examples
     test: Examples
 
-
-@dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """Where data comes from."""
-
-    data_dir: Path | None = None
-    """The folder that holds the data sets in their official layouts; THINWIRE_DATA unless given."""
-    synthetic: bool = False
-    """Random data of the right shape instead of real data."""
-    tiny: bool = False
-    """Few and small synthetic examples, and short windows (small crops) of real data, for the two-layer models of --tiny."""
-    download: bool = False
-    """Fetch missing files from their official place and check them."""
-
-    def __post_init__(self) -> None:
-        if self.data_dir is not None:
-            check_instance("data_dir", self.data_dir, Path, "the path of a folder")
-        for name in ("synthetic", "tiny", "download"):
-            check_bool(name, getattr(self, name))
+    def to(self, device: torch.device) -> Data:
+        return Data(self.kind, self.train.to(device), self.test.to(device))
 
 
 def count_steps(examples: int, world: int, batch_size: int) -> int:

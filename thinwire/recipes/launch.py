@@ -1,7 +1,7 @@
-"""Launch: local worker processes through torch's elastic launcher, results by file.
+"""Launch: local worker processes, results by file.
 
-1. write the job to a file in a scratch folder;
-2. let torch's agent start `workers` processes and watch them (it ends all when one fails);
+1. write the job to a file in a scratch folder of this user's own, in which the workers also meet;
+2. start `workers` processes and watch them: when one fails, all end; a warden ends them if this process is killed;
 3. meanwhile follow metrics.jsonl and show it;
 4. judge by the result files as well as by the exit codes: a worker that handed over everything did its work, and an
    exit code of 0 without a result is a failure.
@@ -11,74 +11,72 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
-import socket
+import subprocess
 import sys
 import tempfile
 import threading
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
 from thinwire.errors import JobError, UsageError
-from thinwire.observe.files import write_text
-from thinwire.observe.metrics import METRICS_FILE, Record, Tail
-from thinwire.observe.provenance import count_cores
-from thinwire.observe.results import Row
+from thinwire.recipes.config import Running
 from thinwire.recipes.job import Job, write_job
+from thinwire.recipes.links import seats
 from thinwire.recipes.worker import failure_file, result_file
+from thinwire.tools.files import write_text
+from thinwire.tools.metrics import METRICS_FILE, Record, Tail
+from thinwire.tools.processes import (
+    start_process,
+    stop_processes,
+    wait_for_rest,
+    wait_together,
+)
+from thinwire.tools.results import Row
+from thinwire.tools.signals import signals_as_exceptions
+from thinwire.tools.warden import Warden
 
-SHUTDOWN_SECONDS = 2
+GRACE_S = 2.0
+"""How long the others have to say what they saw when a worker has failed, and to end when they are asked to."""
 FOLLOW_SECONDS = 0.2
 
 
 def launch(job: Job, listener: Callable[[Record], None]) -> list[Row]:
     """Run the job with local workers and return rank 0's rows; JobError if a worker failed."""
-    with tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
+    with signals_as_exceptions(), tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
         folder = Path(scratch)
         write_job(folder / "job.json", job)
         with following(job.out / METRICS_FILE, listener):
-            failures = run_agent(job.running.processes, folder)
-        return judge(job, folder, failures)
+            codes = run_workers(job.running, folder)
+        return collect_rows(job, folder, codes)
 
 
-def run_agent(workers: int, folder: Path) -> dict[int, ProcessFailure]:
-    """Start the workers and wait for them; returns the ranks that torch's agent saw fail."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        # By default torch asks the name service for this machine, which may not know it.
-        local_addr="localhost",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
-        shutdown_timeout=SHUTDOWN_SECONDS,
-    )
-    job_file, launcher = str(folder / "job.json"), str(os.getpid())
-    command = ["-m", "thinwire.recipes.worker", job_file, str(folder), launcher]
-    with worker_environment(workers), quiet_agent(), same_signal_handlers():
+def run_workers(running: Running, folder: Path) -> list[int | None]:
+    """Start the workers and wait for them; the exit code of each, None of one that had to be ended."""
+    command = [sys.executable, "-m", "thinwire.recipes.local_worker", str(folder), str(os.getpid())]
+    processes: list[subprocess.Popen[bytes]] = []
+    with seats(running, command) as places, Warden(folder) as warden:
         try:
-            elastic_launch(config, sys.executable)(*command)
-        except ChildFailedError as error:
-            return dict(error.failures)
-        except SignalException as error:
-            raise KeyboardInterrupt(str(error)) from None
-    return {}
+            for rank, (words, environment) in enumerate(places):
+                with log_file(folder, rank).open("wb") as log:
+                    processes.append(start_process(words, environment, log))
+                warden.guard(processes[-1])
+            wait_together(processes)
+            wait_for_rest(processes, GRACE_S)
+            return [process.poll() for process in processes]
+        finally:
+            stop_processes(processes, GRACE_S)
 
 
-def judge(job: Job, folder: Path, failures: dict[int, ProcessFailure]) -> list[Row]:
+def log_file(folder: Path, rank: int) -> Path:
+    return folder / f"worker{rank}.log"
+
+
+def collect_rows(job: Job, folder: Path, codes: Sequence[int | None]) -> list[Row]:
     """The rows if every worker handed them over, else the error of the one that failed first."""
-    missing = [r for r in range(job.running.processes) if not result_file(folder, r).exists()]
+    missing = [rank for rank in range(len(codes)) if not result_file(folder, rank).exists()]
     if not missing:
         rows = json.loads(result_file(folder, 0).read_text())
         return [Row(**row) for row in rows]
@@ -88,86 +86,43 @@ def judge(job: Job, folder: Path, failures: dict[int, ProcessFailure]) -> list[R
         if failure_file(folder, rank).exists()
     ]
     # A worker that was killed leaves no report, and those of its peers only say that it is gone.
-    silent = [r for r in missing if r in failures and not failure_file(folder, r).exists()]
-    killed = [r for r in silent if failures[r].exitcode != -signal.SIGTERM]
-    if reports and not killed:
-        first = min(reports, key=lambda report: report["time"])
-        if first["usage"]:
-            raise UsageError(first["sentence"])
-        raise failed_job(job, first["rank"], f"failed: {first['sentence']}", first["traceback"])
-    rank = killed[0] if killed else missing[0]
-    how = describe_exit(failures[rank].exitcode) if rank in failures else "left no result"
-    raise failed_job(job, rank, how, read_logs(folder, rank))
+    unsaid = [rank for rank in missing if not failure_file(folder, rank).exists()]
+    killed = [rank for rank in unsaid if codes[rank] is not None]
+    silent = [rank for rank in unsaid if codes[rank] is None]
+    first = min(reports, key=lambda report: report["time"], default=None)
+    if killed or first is None:
+        rank = (killed or missing)[0]
+        raise failed_job(job, rank, describe_exit(codes[rank]), read_log(folder, rank))
+    if first["usage"]:
+        raise UsageError(first["sentence"])
+    if silent and first["lost_contact"]:
+        how = f"gave no answer for {job.running.timeout:g} s"
+        raise failed_job(job, silent[0], how, read_log(folder, silent[0]) or first["traceback"])
+    raise failed_job(job, first["rank"], f"failed: {first['sentence']}", first["traceback"])
 
 
 def failed_job(job: Job, rank: int, how: str, trace: str) -> JobError:
     path = job.out / f"worker{rank}-error.txt"
-    write_text(path, trace)
-    return JobError(
-        f"worker {rank} of {job.running.processes} {how} (its last words are in {path})"
-    )
+    try:
+        write_text(path, trace)
+        where = f" (its last words are in {path})"
+    except OSError:
+        # The disk may be full: that may even be why it failed.
+        where = ""
+    return JobError(f"worker {rank} of {job.running.processes} {how}{where}")
 
 
-def describe_exit(code: int) -> str:
+def describe_exit(code: int | None) -> str:
+    if code is None:
+        return "left no result"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code} and no result"
 
 
-def read_logs(folder: Path, rank: int) -> str:
-    logs = sorted((folder / "logs").glob(f"*/attempt_*/{rank}/std*.log"))
-    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')}" for log in logs)
-
-
-# -- around the agent ------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def worker_environment(workers: int) -> Iterator[None]:
-    """What workers inherit; the user's own settings win.
-
-    The workers share this machine's cores, and gloo must not look for the machine's name.
-    """
-    wanted = {"OMP_NUM_THREADS": str(max(1, count_cores() // workers))}
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback is not None:
-        wanted["GLOO_SOCKET_IFNAME"] = loopback
-    added = {key: value for key, value in wanted.items() if key not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for key in added:
-            del os.environ[key]
-
-
-@contextlib.contextmanager
-def quiet_agent() -> Iterator[None]:
-    """Torch's agent reports failures at length on stderr; `judge` says it in one sentence.
-
-    Its many loggers each have a level and a handler of their own, and nothing else runs here meanwhile.
-    """
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-@contextlib.contextmanager
-def same_signal_handlers() -> Iterator[None]:
-    """Torch's agent replaces signal handlers and leaves its own behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {kind: signal.getsignal(kind) for kind in kinds}
-    try:
-        yield
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
+def read_log(folder: Path, rank: int) -> str:
+    log = log_file(folder, rank)
+    return log.read_text(errors="replace") if log.exists() else ""
 
 
 @contextlib.contextmanager

@@ -13,24 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.methods.base import Method, Sparsifier
-from thinwire.methods.timeline import Timeline
-from thinwire.observe.metrics import MetricsLog, Record
-from thinwire.observe.results import Row
+from thinwire.methods import Method
 from thinwire.recipes.checkpoints import Checkpoints, State
-from thinwire.recipes.clock import Mark
 from thinwire.recipes.config import Training
 from thinwire.recipes.device import place_model
 from thinwire.recipes.evaluation import evaluate
 from thinwire.recipes.examples import Data, Examples
 from thinwire.recipes.kinds import Carry
+from thinwire.recipes.layers import describe_layers
 from thinwire.recipes.optimizers import build_optimizer
 from thinwire.recipes.parallel import Attachment, Workers
 from thinwire.recipes.precision import Precision
 from thinwire.recipes.recorder import StepRecorder
 from thinwire.recipes.schedules import LearningRate
 from thinwire.recipes.step import Step
+from thinwire.tools.clock import Mark
+from thinwire.tools.metrics import MetricsLog, Record
+from thinwire.tools.results import Row
 
 STATE_VERSION = 1
 TEST_BATCHES = 4
@@ -93,7 +94,7 @@ class Trainer:
             steps_per_epoch=self.steps_per_epoch,
             higher_is_better=data.kind.higher_is_better,
         )
-        self.replica = workers.put_to_work(
+        self.replica = workers.attach(
             Attachment(
                 model=self.model,
                 method=run.method,
@@ -140,7 +141,7 @@ class Trainer:
             self.checkpoints.save(self.position.step, self.state_dict())
         return self._row(recorder, time.perf_counter() - began)
 
-    def judge(self) -> Row:
+    def evaluate(self) -> Row:
         """Collective: test the model as it is."""
         began = time.perf_counter()
         self.test()
@@ -220,6 +221,8 @@ class Trainer:
         kind = self.data.kind
         score = self.metrics[kind.headline]
         self.tests.append([self.position.step, score])
+        counted: dict[str, float] = {}
+        self.replica.log(lambda values, step: counted.update(values))
         self.log.add(
             [
                 {
@@ -228,12 +231,13 @@ class Trainer:
                     "step": self.position.step,
                     "score": score,
                     "metrics": self.metrics,
+                    "stats": counted,
                 }
             ]
         )
         if self.position.number == 0:
             # Not in mid-epoch, so that a run that was stopped there goes on like one that was not.
-            self.learning_rate.hear(score)
+            self.learning_rate.observe(score)
         if is_better(score, self.best, kind.higher_is_better):
             self.best = score
             if self.checkpoints.wanted:
@@ -279,6 +283,7 @@ class Trainer:
             replicas_identical=are_replicas_identical(self.model, self.workers),
             seconds=seconds,
             simulation=self.replica.costs(),
+            layers=describe_layers(self.replica.plan(), stats),
         )
 
     def state_dict(self) -> State:
@@ -351,9 +356,11 @@ def count_parameters(model: nn.Module) -> int:
 
 def asked_density(method: Method) -> float | None:
     """The density a method ends at; None for one without."""
-    if isinstance(method, Timeline):
+    if isinstance(method, tw.Timeline):
         return asked_density(method.phases[-1][1])
-    return method.kept if isinstance(method, Sparsifier) else getattr(method, "density", None)
+    if isinstance(method, tw.Compose):
+        return getattr(method.select, "density", None)
+    return getattr(method, "kept", None) or getattr(method, "density", None)
 
 
 def are_replicas_identical(model: nn.Module, workers: Workers) -> bool:

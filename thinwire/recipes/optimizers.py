@@ -8,8 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from thinwire.errors import UsageError
-from thinwire.frozen_adam import FrozenAdam
-from thinwire.methods.base import Dense, Method
+from thinwire.methods import Method
 from thinwire.recipes.config import Training
 
 
@@ -18,37 +17,25 @@ def build_optimizer(model: nn.Module, training: Training, method: Method) -> Opt
     groups = parameter_groups(model, training)
     if training.optimizer == "sgd":
         return SGD(groups, lr=training.lr, momentum=training.momentum, nesterov=training.nesterov)
-    if method.owns_momentum:
-        check_frozen_adam(training, method)
-        return FrozenAdam(
-            groups,
-            lr=training.lr,
-            dense_steps=count_dense_steps(method),
-            betas=training.betas,
-            eps=training.eps,
-        )
     kind = Adam if training.optimizer == "adam" else AdamW
     return kind(groups, lr=training.lr, betas=training.betas, eps=training.eps)
 
 
-def check_frozen_adam(training: Training, method: Method) -> None:
-    """Refuse what cannot take the place of Adam under a method that owns momentum."""
-    if not count_dense_steps(method):
+def check_takeover(training: Training, method: Method) -> None:
+    """Refuse a method that cannot take over from the optimizer."""
+    kind, wanted = training.optimizer, method.takes_over
+    if wanted == "momentum" and kind != "sgd":
         raise UsageError(
-            f"optimizer is {training.optimizer!r}, whose second moment has to be learned before a method with momentum "
-            'correction compresses; say dense_epochs = 2, or memory = { kind = "Residual" }, for the method'
+            f"optimizer is {kind!r}, from which momentum correction cannot take over; say adam_scale = {{}} for the method, or "
+            'memory = { kind = "Residual" }'
         )
-    if training.optimizer == "adam" and training.weight_decay:
+    if wanted == "Adam" and kind == "sgd":
+        raise UsageError("optimizer is 'sgd', but adam_scale takes over from Adam; say 'adamw'")
+    if wanted == "Adam" and kind == "adam" and training.weight_decay:
         raise UsageError(
-            f"weight_decay is {training.weight_decay!r} with optimizer 'adam', which adds it to the gradient; with momentum "
-            "correction use 'adamw'"
+            f"weight_decay is {training.weight_decay!r} with optimizer 'adam', which adds it to the gradient; with "
+            "adam_scale use 'adamw'"
         )
-
-
-def count_dense_steps(method: Method) -> int:
-    """With which a method begins."""
-    later = (turn for turn in method.turns if not isinstance(method.at(turn), Dense))
-    return next(later, 0)
 
 
 def parameter_groups(model: nn.Module, training: Training) -> list[dict[str, Any]]:

@@ -14,10 +14,12 @@ and bring a `Replica` of their own, which must do what N processes do:
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.ddp import attach
-from thinwire.methods.base import Method
-from thinwire.observe.ledger import Ledger
-from thinwire.observe.stats import Stats
-from thinwire.recipes.clock import Mark, mark
+import thinwire as tw
+from thinwire.methods import Method
+from thinwire.observe import Ledger, Stats
+from thinwire.plan import PlanReport
 from thinwire.recipes.config import Running
 from thinwire.recipes.step import Step
-
-GROUP_TIMEOUT = timedelta(minutes=5)
+from thinwire.tools.clock import Mark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Workers(ABC):
     device: torch.device
 
     @abstractmethod
-    def put_to_work(self, attachment: Attachment) -> Replica:
+    def attach(self, attachment: Attachment) -> Replica:
         """Collective: a model whose gradients are exchanged by a method."""
 
     @abstractmethod
@@ -84,8 +84,8 @@ class Replica(ABC):
     def backward(self, step: Step) -> tuple[Mark, Mark] | None:
         """All workers' gradients of one step, averaged, in `p.grad`, which must be None before.
 
-        Returns when computing ended and when the last exchange ended, between which communication was exposed; None
-        where nothing travels.
+        Returns when computing ended and when the last exchange ended: in between communication was exposed. None where
+        nothing travels.
         """
 
     @abstractmethod
@@ -95,6 +95,14 @@ class Replica(ABC):
     @abstractmethod
     def stats(self) -> Stats:
         """What worker 0 sent, or the first worker of this process."""
+
+    @abstractmethod
+    def log(self, writer: Any) -> None:
+        """The handle's own numbers of that worker, to whatever `handle.log` writes to."""
+
+    @abstractmethod
+    def plan(self) -> PlanReport:
+        """What happens to every parameter, and why."""
 
     def costs(self) -> dict[str, Any] | None:
         """Memory and time of workers that are simulated, the fields of `SimulationReport`; None for real ones."""
@@ -118,14 +126,20 @@ class Replica(ABC):
 # -- one worker per process ------------------------------------------------------------------------------------
 
 
-def join(running: Running, device: torch.device) -> Workers:
-    """Collective: the workers of a job, as seen from this process."""
+def join(running: Running, device: torch.device, store: Path | None = None) -> Workers:
+    """Collective: the workers of a job, as seen from this process. They meet in a file, or where their launcher says."""
     if running.simulate_workers is not None:
         from thinwire.recipes.simulated import SimulatedWorkers
 
         return SimulatedWorkers(running.simulate_workers, device, graph=running.graph)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
+    dist.init_process_group(
+        backend,
+        init_method=None if store is None else f"file://{store}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=running.timeout),
+    )
     return ProcessWorkers(device)
 
 
@@ -138,7 +152,7 @@ class ProcessWorkers(Workers):
         self.ranks = range(self.process, self.process + 1)
         self.device = device
 
-    def put_to_work(self, attachment: Attachment) -> Replica:
+    def attach(self, attachment: Attachment) -> Replica:
         return ProcessReplica(attachment, self)
 
     def gather(self, value: Any) -> list[Any]:
@@ -159,7 +173,7 @@ class ProcessReplica(Replica):
         self._workers = workers
         # Batch statistics are no gradients: they are shared when somebody looks, not in every forward.
         self._ddp = DistributedDataParallel(self.model, broadcast_buffers=False)
-        self._handle = attach(
+        self._handle = tw.attach(
             self._ddp,
             attachment.method,
             optimizer=attachment.optimizer,
@@ -178,10 +192,10 @@ class ProcessReplica(Replica):
                     # Before DDP's own callback, in which it waits for the exchange: callbacks run in turn.
                     loss.register_hook(lambda _: call_after_backward(self._note(computed)))
                 loss.backward()
-        return computed[0], mark(self._workers.device)
+        return computed[0], Mark(self._workers.device)
 
     def _note(self, computed: list[Mark]) -> Any:
-        return lambda: computed.append(mark(self._workers.device))
+        return lambda: computed.append(Mark(self._workers.device))
 
     def share_buffers(self) -> None:
         for buffer in self.model.buffers():
@@ -189,6 +203,12 @@ class ProcessReplica(Replica):
 
     def stats(self) -> Stats:
         return self._handle.stats()
+
+    def log(self, writer: Any) -> None:
+        self._handle.log(writer)
+
+    def plan(self) -> PlanReport:
+        return self._handle.plan()
 
     def ledgers(self) -> dict[int, Ledger]:
         return {self._handle.rank: self._handle.ledger}

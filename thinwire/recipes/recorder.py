@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.observe.metrics import MetricsLog
-from thinwire.recipes.clock import Mark, mark
 from thinwire.recipes.parallel import Replica, Workers
+from thinwire.tools.clock import Mark
+from thinwire.tools.metrics import MetricsLog
 
 LOG_EVERY = 10
 """Steps whose losses are averaged over the workers in one go, so that looking does not slow the step down."""
@@ -41,15 +41,15 @@ class StepRecorder:
         self._log = log
         self._ledger = replica.ledgers()[workers.ranks[0]]
         self._sent_before = self._ledger.sent_bytes()
-        self._began: Mark = mark(workers.device)
+        self._began: Mark = Mark(workers.device)
         self._waiting: list[Measured] = []
 
     def begin_step(self) -> None:
-        self._began = mark(self._workers.device)
+        self._began = Mark(self._workers.device)
 
     def end_step(self, loss: Tensor, exposed: tuple[Mark, Mark] | None, lr: float) -> None:
         sent = self._ledger.sent_bytes()
-        ended = mark(self._workers.device)
+        ended = Mark(self._workers.device)
         self._waiting.append(
             Measured(loss, self._began, ended, exposed, sent - self._sent_before, lr)
         )

@@ -8,24 +8,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from thinwire.adapters.simulate import SimulationReport
+from thinwire.adapters import SimulationReport
 from thinwire.errors import JobError, UsageError
-from thinwire.observe.files import write_text
-from thinwire.observe.metrics import METRICS_FILE, read_metrics
-from thinwire.observe.plots import plot_comparison
-from thinwire.observe.provenance import describe_origin
-from thinwire.observe.results import Row
-from thinwire.observe.scores import format_score
-from thinwire.observe.tables import results_table
+from thinwire.plan import predict_from_bytes
 from thinwire.recipes.job import Job, difference_but_steps
-from thinwire.recipes.settings import to_toml
+from thinwire.report.build import judge_training, write_report
+from thinwire.tools.comparison import results_table
+from thinwire.tools.files import write_text
+from thinwire.tools.metrics import METRICS_FILE, read_metrics
+from thinwire.tools.plots import plot_comparison, steps_by_run
+from thinwire.tools.provenance import describe_origin
+from thinwire.tools.results import SUMMARY_FILE, Row, group_seeds, read_rows
+from thinwire.tools.scores import format_score
+from thinwire.tools.settings.sections import to_toml
+from thinwire.tools.started import is_worker_already
+from thinwire.tools.tables import say
 
 SETTINGS_FILE = "config.toml"
-SUMMARY_FILE = "summary.json"
 
 
 def default_folder(kind: str, task: str, suffix: str = "") -> Path:
@@ -46,8 +51,14 @@ def make_folder(job: Job) -> None:
         )
     if job.evaluate:
         return
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(out / SETTINGS_FILE, to_toml(job.to_settings()))
+    if job.resume and (out / METRICS_FILE).exists():
+        # Here and not at the end, when it is to be drawn.
+        read_metrics(out / METRICS_FILE)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / SETTINGS_FILE, to_toml(job.to_settings()))
+    except OSError as error:
+        raise UsageError(f"out is '{out}', which cannot be written to ({error.strerror})") from None
 
 
 @contextlib.contextmanager
@@ -73,12 +84,6 @@ def run_folder(job: Job) -> Iterator[None]:
 
 
 # -- rows ------------------------------------------------------------------------------------------------------
-
-
-def read_rows(out: Path) -> list[dict[str, Any]]:
-    """Every finished cell: the fields of its row, `about` (all its settings) and `origin` (what it was measured with)."""
-    path = out / SUMMARY_FILE
-    return list(json.loads(path.read_text())["rows"]) if path.exists() else []
 
 
 def find_finished(job: Job) -> dict[str, dict[str, Any]]:
@@ -120,21 +125,42 @@ def save_row(job: Job, row: Row, about: Mapping[str, Any]) -> None:
 
 
 def report(job: Job, rows: Sequence[Row], console: Console) -> None:
-    """Draw the curves and show the table; JobError if the replicas drifted apart."""
+    """Draw the curves, write the page and show the table; JobError if the replicas drifted apart."""
     if job.evaluate:
         for row in rows:
-            console.print(describe_metrics(row), markup=False, highlight=False, soft_wrap=True)
+            say(console, describe_metrics(row))
         return
-    records = read_metrics(job.out / METRICS_FILE)
-    picture = job.out / ("comparison.png" if len(rows) > 1 else "training.png")
-    title = f"{job.choice.label}, {describe_workers(job)}, {rows[0].parameters:,} parameters"
-    plot_comparison(picture, records, rows, title)
-    console.print(results_table(rows, title))
-    for line in [*describe_costs(rows), f"files in {job.out}"]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    table, page = write_results(job, rows)
+    console.print(table)
+    for line in [
+        *describe_costs(rows),
+        *(judge_training(job.out) if len(rows) > 1 else ()),
+        *(() if is_timed(job) else project_links(rows, job.running.world)),
+        f"files in {job.out}; {page} shows them",
+    ]:
+        say(console, line)
+    check_replicas(rows)
+
+
+def check_replicas(rows: Sequence[Row]) -> None:
     drifted = [row.run for row in rows if not row.replicas_identical]
     if drifted:
         raise JobError(f"the workers ended with different parameters under {', '.join(drifted)}")
+
+
+def write_results(job: Job, rows: Sequence[Row]) -> tuple[Table, Path]:
+    """Draw the curves and write the page; the table of the rows, and where the page is."""
+    records = read_metrics(job.out / METRICS_FILE)
+    picture = job.out / ("comparison.png" if len(rows) > 1 else "training.png")
+    title = f"{job.choice.label}, {describe_workers(job)}, {rows[0].parameters:,} parameters"
+    plot_comparison(picture, records, rows, title, timed=is_timed(job))
+    table = results_table(rows, title, job.target, steps_by_run(records))
+    return table, write_report(job.out)
+
+
+def is_timed(job: Job) -> bool:
+    """Whether the workers talk over links whose seconds count."""
+    return job.running.link is not None or is_worker_already()
 
 
 def describe_costs(rows: Sequence[Row]) -> list[str]:
@@ -143,9 +169,40 @@ def describe_costs(rows: Sequence[Row]) -> list[str]:
     return [f"simulated {SimulationReport(**costs[0])}"] if len(rows) == len(costs) == 1 else []
 
 
+LINKS = {"1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
+HOP_S = 50e-6
+"""Latency of one hop of a usual network."""
+
+
+def project_links(rows: Sequence[Row], world: int) -> list[str]:
+    """What a step would take on slower links, a line per method: on one machine's own loopback dense looks best."""
+    groups = [[row for row in group if row.ms_per_step is not None] for group in group_seeds(rows)]
+    if world < 2 or not any(groups):
+        return []
+    hops = 2 * (world - 1) * HOP_S
+    lines = [
+        "projected, not measured: from the bytes that are sent and the time of a step here without them"
+    ]
+    for group in filter(None, groups):
+        own_s = (
+            median((row.ms_per_step or 0) - (row.exposed_ms_per_step or 0) for row in group) / 1e3
+        )
+        sent = fmean(row.wire_bytes_per_step for row in group)
+        times = {
+            name: 1e3 * predict_from_bytes(own_s, sent, hops, 8 / bits)
+            for name, bits in LINKS.items()
+        }
+        shown = " and ".join(f"{ms:.1f} ms at {name}" for name, ms in times.items())
+        density = group[0].asked_density
+        method = group[0].method + (f" {100 * density:g} %" if density is not None else "")
+        lines.append(f"  a step with {method} would take {shown}")
+    return lines
+
+
 def describe_workers(job: Job) -> str:
     simulated = "" if job.running.simulate_workers is None else "simulated "
-    return f"{job.running.world} {simulated}workers"
+    links = "" if job.running.link is None else f" on emulated {job.running.link} links"
+    return f"{job.running.world} {simulated}workers{links}"
 
 
 def describe_metrics(row: Row) -> str:

@@ -26,7 +26,10 @@ class LearningRate:
         self._reductions = 0
 
     def end_after(self, epochs: int) -> None:
-        """Fall over another number of epochs; what is said before the warm-up ends changes no step so far."""
+        """Fall over another number of epochs; what is said before the warm-up ends changes no step so far.
+
+        For studies that decide while they run how long they can be.
+        """
         self.total_steps = epochs * self.steps_per_epoch
 
     def at(self, step: int) -> float:
@@ -52,7 +55,7 @@ class LearningRate:
             case _:
                 return 1.0
 
-    def hear(self, score: float) -> None:
+    def observe(self, score: float) -> None:
         """What an epoch's test gave; plateau lowers the rate when `patience` epochs brought nothing better."""
         if self._sign * score > self._best:
             self._best = self._sign * score
@@ -64,11 +67,7 @@ class LearningRate:
             self._bad_epochs = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "best": self._best,
-            "bad_epochs": self._bad_epochs,
-            "reductions": self._reductions,
-        }
+        return {"best": self._best, "bad_epochs": self._bad_epochs, "reductions": self._reductions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._best = state["best"]

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.adapters.simulate import Simulation, simulate
-from thinwire.observe.ledger import Ledger
-from thinwire.observe.stats import Stats
-from thinwire.plan.policy import Rule
-from thinwire.recipes.clock import Mark
+import thinwire as tw
+from thinwire.observe import Ledger, Stats
+from thinwire.plan import PlanReport, Rule
 from thinwire.recipes.examples import Batch
 from thinwire.recipes.kinds import Carry
 from thinwire.recipes.parallel import Attachment, Replica, Workers
 from thinwire.recipes.step import Step
+from thinwire.tools.clock import Mark
 from thinwire.validate import check_positive_int
 
 
@@ -37,7 +36,7 @@ class SimulatedWorkers(Workers):
         self.device = device
         self.graph = graph and device.type == "cuda"
 
-    def put_to_work(self, attachment: Attachment) -> Replica:
+    def attach(self, attachment: Attachment) -> Replica:
         return SimulatedReplica(attachment, self)
 
     def gather(self, value: Any) -> list[Any]:
@@ -54,7 +53,7 @@ class SimulatedReplica(Replica):
         self, attachment: Attachment, workers: SimulatedWorkers, policy: Sequence[Rule] = ()
     ) -> None:
         self.model = attachment.model
-        self.simulation: Simulation = simulate(
+        self.simulation = tw.simulate(
             attachment.model,
             attachment.method,
             workers=workers.world,
@@ -96,6 +95,12 @@ class SimulatedReplica(Replica):
 
     def stats(self) -> Stats:
         return self.simulation.stats()
+
+    def log(self, writer: Any) -> None:
+        self.simulation.handles[0].log(writer)
+
+    def plan(self) -> PlanReport:
+        return self.simulation.plan()
 
     def costs(self) -> dict[str, Any]:
         return asdict(self.simulation.report())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,8 +13,8 @@ from thinwire.recipes.data import DATASETS
 from thinwire.recipes.examples import Data, DataOptions
 from thinwire.recipes.kinds import Kind
 from thinwire.recipes.models import MODELS
-from thinwire.recipes.names import hint, look_up
 from thinwire.recipes.presets import PRESETS
+from thinwire.tools.settings.names import check_name, import_own, look_up
 
 PLAIN = Training(epochs=10, batch_size=32, lr=0.05, warmup_steps=50)
 """How a combination is trained for which there is no preset."""
@@ -37,23 +35,12 @@ def find_task(name: str) -> Task:
     if name in PRESETS:
         preset = PRESETS[name]
         return compose(preset.data, preset.model, preset.training)
-    module_name, _, attribute = name.partition(":")
-    if not attribute:
-        listed = ", ".join(PRESETS)
-        raise UsageError(
-            f"task is {name!r}; it must be one of {listed} or your own as module:attribute{hint(name, PRESETS)}"
-        )
-    if "" not in sys.path:
-        # As `python -m` does; the installed command does not look where the user is.
-        sys.path.insert(0, "")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute, None)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise
-        raise UsageError(f"task is {name!r}, but there is no module {error.name!r}") from None
+    if ":" not in name:
+        check_name("task", name, PRESETS, " or your own as module:attribute")
+    found = import_own("task", name)
     if not isinstance(found, Task):
-        raise UsageError(f"task is {name!r}, but {attribute} of {module_name} is not a Task")
+        module, _, attribute = name.partition(":")
+        raise UsageError(f"task is {name!r}, but {attribute} of {module} is not a Task")
     return found
 
 

@@ -1,7 +1,8 @@
 """One worker process: join the others, train every cell of the job in turn, hand over the results, leave.
 
-Started by `launch.py` as `python -m thinwire.recipes.worker JOB_FILE HAND_OVER_FOLDER LAUNCHER_PID`, or by the
-command itself when torchrun (or anything else that sets RANK and WORLD_SIZE) has started it already.
+`launch.py` starts `local_worker.py`, which calls `main` here. Its folder has the job, and the file in which the workers meet; results
+go there. Where torchrun, or anything else that sets RANK and WORLD_SIZE, has started the command, the
+command itself is the worker.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import contextlib
 import json
 import logging
 import os
-import shutil
+import re
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,12 +22,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from thinwire.errors import UsageError
-from thinwire.observe.files import write_text
-from thinwire.observe.ledger import Line, ledger_lines, write_lines
-from thinwire.observe.metrics import METRICS_FILE, MetricsLog, NoMetrics, Record
-from thinwire.observe.results import Row
-from thinwire.recipes.assembly import make_trainer
+from thinwire.errors import ExchangeError, JobError, UsageError
+from thinwire.recipes.assembly import make_trainer, note
 from thinwire.recipes.checkpoints import Checkpoints, State
 from thinwire.recipes.device import choose_device, prefer_determinism
 from thinwire.recipes.examples import Data
@@ -36,24 +32,33 @@ from thinwire.recipes.loop import Trainer
 from thinwire.recipes.parallel import Workers, join
 from thinwire.recipes.report import find_finished, save_row
 from thinwire.recipes.tasks import Task
+from thinwire.tools.files import write_text
+from thinwire.tools.metrics import METRICS_FILE, MetricsLog, NoMetrics, Record
+from thinwire.tools.results import Row
+from thinwire.tools.trackers import TRACKERS
+from thinwire.tools.traffic import Line, ledger_lines, write_lines
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-WATCH_SECONDS = 1.0
 
 
-def work(job: Job, listener: Callable[[Record], None] | None = None) -> list[Row]:
-    """Do this process's part of the job; returns when all processes have done theirs."""
+def work(
+    job: Job, listener: Callable[[Record], None] | None = None, store: Path | None = None
+) -> list[Row]:
+    """Do this process's part of the job; returns when all processes have done theirs.
+
+    They meet in the file `store`, or where their launcher says.
+    """
     # Training ends here, and so does what the last steps held back: no news for the user.
     logging.getLogger("thinwire.handle").setLevel(logging.ERROR)
     device = choose_device(job.running)
     prefer_determinism(job.running.deterministic)
     task = job.choice.find()
     data = task.load(job.source)
-    workers = join(job.running, device)
+    workers = join(job.running, device, store)
     # A folder that is named after the time has another name in every process.
     job = replace(job, out=Path(workers.gather(str(job.out))[0]))
-    data = Data(data.kind, data.train.to(device), data.test.to(device))
+    data = data.to(device)
     log = open_log(job, workers, listener)
     # The folder may be on the disk of process 0 only.
     finished = workers.gather(find_finished(job) if workers.process == 0 else None)[0]
@@ -80,11 +85,14 @@ def open_log(job: Job, workers: Workers, listener: Callable[[Record], None] | No
     if workers.process != 0 or job.evaluate:
         return NoMetrics()
     listeners = [] if listener is None else [listener]
-    if job.running.tensorboard:
-        from thinwire.observe.tensorboard import TensorBoard
-
-        listeners.append(TensorBoard(job.out / "tensorboard").show)
-    return MetricsLog(job.out / METRICS_FILE, listeners, append=job.resume)
+    wanted = [kind for name, kind in TRACKERS.items() if getattr(job.running, name)]
+    trackers = [kind(job.out, job.to_settings()) for kind in wanted]
+    return MetricsLog(
+        job.out / METRICS_FILE,
+        [*listeners, *(tracker.show for tracker in trackers)],
+        append=job.resume,
+        on_close=[tracker.close for tracker in trackers],
+    )
 
 
 def run_cell(
@@ -93,8 +101,13 @@ def run_cell(
     """Train or only test one cell; returns its row and this process's traffic."""
     trainer = make_trainer(job, cell, task, data, workers, log)
     if job.resume:
-        restore(trainer, find_state(job, cell, trainer.checkpoints))
-    row = trainer.judge() if job.evaluate else trainer.train()
+        state = find_state(job, cell, trainer.checkpoints)
+        if state is None:
+            where = trainer.checkpoints.folder
+            note(log, cell.label, f"there is no checkpoint in '{where}', so it starts anew")
+        else:
+            restore(trainer, state)
+    row = trainer.evaluate() if job.evaluate else trainer.train()
     lines = [
         line
         for rank, ledger in trainer.replica.ledgers().items()
@@ -105,7 +118,7 @@ def run_cell(
 
 
 def find_state(job: Job, cell: Cell, checkpoints: Checkpoints) -> State | None:
-    """Collective: where to go on, or what to judge."""
+    """Collective: where to go on, or what to test."""
     if not job.evaluate:
         return checkpoints.load_latest()
     state = checkpoints.load_best() or checkpoints.load_latest()
@@ -116,9 +129,7 @@ def find_state(job: Job, cell: Cell, checkpoints: Checkpoints) -> State | None:
     return state
 
 
-def restore(trainer: Trainer, state: State | None) -> None:
-    if state is None:
-        return
+def restore(trainer: Trainer, state: State) -> None:
     difference = difference_but_steps(trainer.run.about, state["about"])
     if difference is not None:
         raise UsageError(
@@ -161,44 +172,41 @@ def hand_over_failure(folder: Path, rank: int, error: BaseException) -> None:
         "rank": rank,
         "time": time.time(),
         "usage": isinstance(error, UsageError),
+        "lost_contact": has_lost_contact(error),
         "sentence": describe_error(error),
         "traceback": traceback.format_exc(),
     }
-    write_text(failure_file(folder, rank), json.dumps(content))
+    try:
+        write_text(failure_file(folder, rank), json.dumps(content))
+    except OSError:
+        # Where the disk is full, a sentence may still fit.
+        write_text(failure_file(folder, rank), json.dumps({**content, "traceback": ""}))
 
 
 def describe_error(error: BaseException) -> str:
-    """The error in one line; a usage error is a sentence already."""
+    """The error in one line; some are a sentence already."""
     first_line = (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, UsageError):
+    if isinstance(error, UsageError | JobError):
         return first_line
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
-def end_with(launcher: int, folder: Path) -> None:
-    """End this process soon after its launcher: one that was killed cannot, and a resumed run must have the folder alone."""
-
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(WATCH_SECONDS)
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(EXIT_FAILED)
-
-    threading.Thread(target=watch, name="thinwire-launcher", daemon=True).start()
+def has_lost_contact(error: BaseException) -> bool:
+    """Whether the error is about another worker. Torch has no class for that, and gloo has several words."""
+    told = isinstance(error, ExchangeError | dist.DistError)
+    return (
+        told
+        or re.search("exchange failed|timed? ?out|closed by peer", str(error), re.I) is not None
+    )
 
 
-def main(job_file: str, folder: str, launcher: str) -> NoReturn:
-    end_with(int(launcher), Path(folder))
+def main(folder: Path) -> NoReturn:
     rank = int(os.environ["RANK"])
     try:
-        rows = work(read_job(Path(job_file)))
-        hand_over(Path(folder), rank, rows)
+        rows = work(read_job(folder / "job.json"), store=folder / "store")
+        hand_over(folder, rank, rows)
         wait_for_all()
     except BaseException as error:
-        hand_over_failure(Path(folder), rank, error)
+        hand_over_failure(folder, rank, error)
         leave(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED)
     leave(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,7 +1,8 @@
 """The contract of a selection: which entries of the compensated gradient are worth sending.
 
 A `Selector` is a frozen setting. Its `Session` lives as long as the handle and keeps what the selection learns
-per parameter name. Every decision that changes shapes (`mode`) is a function of rank-uniform state.
+per parameter name. A `Turn` is how the slots of a group are selected in one exchange. Every decision that changes
+shapes (the modes of a turn) is a function of state that is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -9,20 +10,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from thinwire.layout import Slot
-from thinwire.select.rows import RowTable, SlotRows
-
-if TYPE_CHECKING:
-    from thinwire.wire.codec import Header
+from thinwire.described import Described
+from thinwire.forms import Formed
+from thinwire.kernels.journal import Journal
+from thinwire.layout import RowTable, Slot, SlotRows
 
 
 @dataclass(frozen=True, eq=False)
-class Picks:
+class Picks(Described):
     """Chosen entries, one per place in the row table.
 
     Where a slot has fewer entries than places (`counts`), the last places are left over and hold value 0 at index 0,
@@ -30,25 +30,44 @@ class Picks:
     """
 
     values: Tensor
+    """[places] of the table: the entries themselves."""
     indices: Tensor
+    """int64 [places]: where each lies in its row."""
     counts: Tensor | None = None
+    """int32 [slots]: how many of a slot's places are taken; None = all."""
     notes: Tensor | None = None
     """[slots, selector.note_words] float32 that travel in the payload header."""
 
 
-class Selector(ABC):
+LARGEST_OF_ROWS = "the largest magnitudes of every row"
+"""The form of selections that choose the `keep` largest magnitudes of every row of their table, ties to the lowest index."""
+ABOVE_THRESHOLDS = "magnitudes above thresholds"
+"""The form of selections whose turns are `ThresholdTurn`s (thinwire/select/threshold_reused.py)."""
+
+
+class Selector(Formed, ABC):
     """A frozen description of a selection method."""
+
+    computed_by: ClassVar[tuple[str, ...]] = ("pick", "session")
 
     note_words: int = 0
     """float32 words per slot that the selection adds to the payload header."""
     has_exact_count: bool = True
     """Whether every rank fills every place of the table."""
+    takes_largest: bool = False
+    """Whether the largest magnitude of every slot is always among the chosen, so that an infinity is seen there."""
     same_on_all_ranks: bool = False
     """Whether all ranks choose the same places, whatever their gradients."""
 
+    in_chunks: bool = False
+    """Whether it chooses whole chunks by their norms: its rows are `ChunkRows` (thinwire/select/chunks.py)."""
+
     @abstractmethod
-    def rows(self, slot: Slot, mode: Hashable) -> SlotRows:
-        """How a slot is cut into rows and how many entries each row may send."""
+    def rows(self, slot: Slot, mode: Hashable = None) -> SlotRows:
+        """How a slot is cut into rows and how many entries each row may send.
+
+        Without a mode: the usual rows, by which the plan decides.
+        """
 
     @abstractmethod
     def pick(self, c: Tensor, table: RowTable) -> Picks:
@@ -61,25 +80,28 @@ class Selector(ABC):
 class Session:
     """A selector at work. This one has no state; selections that learn override it."""
 
+    journal: Journal | None = None
+    """Where a session notes what steps change in it, so that one that is skipped leaves no trace; None if nobody asks."""
+
     def __init__(self, selector: Selector) -> None:
         self.selector = selector
 
-    def mode(self, name: str, step: int) -> Hashable:
-        """The rank-uniform mode of this parameter's `step`-th exchange; tables are cached by it."""
+    def keep_journal(self, journal: Journal) -> None:
+        self.journal = journal
+
+    def begin(self, names: Sequence[str], counts: Sequence[int]) -> Hashable:
+        """Begin the next exchange of some parameters, each of which was exchanged `counts` times before.
+
+        Returns their modes, the same on all ranks: what changes shapes and tables. Equal modes have equal turns.
+        """
         return None
 
-    def selector_in(self, modes: Sequence[Hashable]) -> Selector:
-        """Whose note words and counts a turn has in which the slots of a group are in these modes."""
-        return self.selector
+    def turn(self, modes: Hashable) -> Turn:
+        """How parameters in these modes are selected."""
+        return Turn(self)
 
-    def rows(self, slot: Slot, mode: Hashable) -> SlotRows:
-        return self.selector.rows(slot, mode)
-
-    def pick(self, c: Tensor, table: RowTable, modes: Sequence[Hashable]) -> Picks:
+    def pick(self, c: Tensor, table: RowTable) -> Picks:
         return self.selector.pick(c, table)
-
-    def observe(self, table: RowTable, modes: Sequence[Hashable], header: Header) -> None:
-        """Learn from all ranks' headers (counts, notes); effective at the next step."""
 
     def state_dict(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Numbers and tensors per parameter name, for all `names`, also those not exchanged yet."""
@@ -87,6 +109,37 @@ class Session:
 
     def load_state_dict(self, state: Mapping[str, dict[str, Any]]) -> None:
         """Take from `state` what belongs to this session's parameters."""
+
+
+class Turn:
+    """How the slots of a group are selected in one exchange, made once by a `session` for every combination of modes."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.form = session.selector.form
+        self.note_words = session.selector.note_words
+        self.has_exact_count = session.selector.has_exact_count
+
+    @property
+    def name(self) -> str:
+        return type(self.session.selector).__name__
+
+    def rows(self, index: int, slot: Slot) -> SlotRows:
+        """The rows of the `index`-th slot."""
+        return self.session.selector.rows(slot)
+
+    def only(self, members: Sequence[int]) -> Turn:
+        """The turn of some of the slots."""
+        return self
+
+    def pick(self, c: Tensor, table: RowTable) -> Picks:
+        return self.session.pick(c, table)
+
+    def observe(self, table: RowTable, notes: Tensor, counts: Tensor) -> None:
+        """Learn from all ranks' headers, effective at the next exchange.
+
+        `notes` are float32 [world, slots, note words], `counts` int32 [world, slots].
+        """
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.topk import row_topk
-from thinwire.layout import Slot
+from thinwire.layout import RowTable, Slot, SlotRows, keep_count
 from thinwire.select.base import Picks, Selector, picks_of
-from thinwire.select.rows import RowTable, SlotRows, keep_count
 from thinwire.validate import check_density, check_positive_int
 
 
@@ -59,9 +58,12 @@ class ChunkChoice(Selector):
     """
 
     density: float
+    """Fraction of the entries kept."""
     chunk: int = 256
+    """Elements of a chunk, at most."""
 
     has_exact_count = False
+    in_chunks = True
 
     def __post_init__(self) -> None:
         check_density("density", self.density)

@@ -11,16 +11,15 @@ It always ends: a constant, an all-zero or a one-element tensor has a target-th 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.kernels.topk import row_topk
-from thinwire.layout import Slot
+from thinwire.layout import RowTable, Slot, SlotRows, keep_count
 from thinwire.select.base import Picks, Selector, Session, picks_of
-from thinwire.select.rows import RowTable, SlotRows, keep_count
 from thinwire.validate import check_choice, check_density
 
 FINISHES = ("promise", "published")
@@ -59,13 +58,21 @@ class ThresholdSelector(Selector):
     """
 
     density: float
+    """Fraction of the entries kept."""
     finish: str = "promise"
+    """"promise" keeps the number of entries close to the density, "published" sends what the paper's estimate gives."""
 
+    computed_by = (*Selector.computed_by, "estimate")
     has_exact_count = False
 
     def __post_init__(self) -> None:
         check_density("density", self.density)
         check_choice("finish", self.finish, FINISHES)
+
+    @property
+    def takes_largest(self) -> bool:  # type: ignore[override]
+        """As published it may send nothing."""
+        return self.finish == "promise"
 
     def capacity(self, target: int) -> int:
         """Places in the payload of a tensor that wants `target` entries."""
@@ -92,7 +99,7 @@ class ThresholdSelector(Selector):
         raise NotImplementedError
 
     def pick(self, c: Tensor, table: RowTable) -> Picks:
-        return self.session().pick(c, table, [None] * len(table.rows))
+        return self.session().pick(c, table)
 
     def session(self) -> EstimateSession:
         return EstimateSession(self)
@@ -106,7 +113,7 @@ class EstimateSession(Session):
     def threshold(self, x: Tensor, magnitude: Tensor, rows: TargetRows) -> Tensor:
         return self.selector.estimate(x, magnitude, rows.target)
 
-    def pick(self, c: Tensor, table: RowTable, modes: Sequence[Hashable]) -> Picks:
+    def pick(self, c: Tensor, table: RowTable) -> Picks:
         indices, counts = [], []
         for rows in table.rows:
             assert isinstance(rows, TargetRows)

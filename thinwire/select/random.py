@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
-from thinwire.layout import Slot
+from thinwire.layout import WHOLE_TENSOR, RowTable, Slot, SlotRows, rows_along
 from thinwire.select.base import Picks, Selector, Session, concatenate, picks_at
-from thinwire.select.rows import WHOLE_TENSOR, RowTable, SlotRows, rows_along
 from thinwire.validate import check_density
 
 
@@ -28,7 +27,9 @@ class RandomChoice(Selector):
     """
 
     density: float
+    """Fraction of the entries kept."""
     seed: int = 0
+    """Of all draws; the same on all ranks."""
 
     same_on_all_ranks = True
 
@@ -41,7 +42,7 @@ class RandomChoice(Selector):
         return rows_along(slot, WHOLE_TENSOR, self.density)
 
     def pick(self, c: Tensor, table: RowTable) -> Picks:
-        return self.session().pick(c, table, [None] * len(table.rows))
+        return self.session().pick(c, table)
 
     def session(self) -> RandomSession:
         return RandomSession(self)
@@ -52,28 +53,22 @@ class RandomSession(Session):
 
     def __init__(self, selector: RandomChoice) -> None:
         super().__init__(selector)
-        self._steps: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
 
-    def mode(self, name: str, step: int) -> Hashable:
-        # Shapes do not change with the step, so it is no mode of its own; the draw still belongs to it.
-        self._steps[name] = step
+    def begin(self, names: Sequence[str], counts: Sequence[int]) -> Hashable:
+        # Every exchange has a draw of its own, but always the same shapes: one mode.
+        self._counts.update(zip(names, counts, strict=True))
         return None
 
-    def pick(self, c: Tensor, table: RowTable, modes: Sequence[Hashable]) -> Picks:
+    def pick(self, c: Tensor, table: RowTable) -> Picks:
         indices = [
-            draw_places(
-                rows.length,
-                rows.keep,
-                generator_for(
-                    rows.slot.name,
-                    self._steps.get(rows.slot.name, 0),
-                    self.selector.seed,
-                    c.device,
-                ),
-            )
+            draw_places(rows.length, rows.keep, self._generator(rows.slot.name, c.device))
             for rows in table.rows
         ]
         return picks_at(c, table, concatenate(indices, c.device))
+
+    def _generator(self, name: str, device: torch.device) -> torch.Generator:
+        return generator_for(name, self._counts.get(name, 0), self.selector.seed, device)
 
 
 def generator_for(name: str, step: int, seed: int, device: torch.device) -> torch.Generator:

@@ -30,6 +30,7 @@ class RedSyncThreshold(ThresholdSelector):
     """
 
     trimmed: bool = False
+    """Trimmed top-k instead of the binary search."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

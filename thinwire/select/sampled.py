@@ -6,17 +6,16 @@ Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
-from thinwire.layout import Slot
+from thinwire.layout import Slot, SlotRows, keep_count
 from thinwire.select.finish import EstimateSession, TargetRows, ThresholdSelector
 from thinwire.select.random import generator_for
-from thinwire.select.rows import SlotRows, keep_count
 from thinwire.validate import check_bool, check_choice, check_density, check_finite_number
 
 SAMPLES = ("strided", "random")
@@ -35,12 +34,19 @@ class SampledThreshold(ThresholdSelector):
     """
 
     sample_ratio: float = 0.01
+    """Fraction of the elements that are sampled."""
     sample: str = "strided"
+    """"strided" or "random" (with replacement)."""
     upper: float = 1.3
+    """More than this times k survivors are too many,"""
     lower: float = 0.8
+    """fewer than this times k too few."""
     iterations: int = 10
+    """Corrections of the threshold at most."""
     reselect: bool = True
+    """Cut too many survivors exactly at once instead of raising the threshold."""
     seed: int = 0
+    """Of the samples; the same on all ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,11 +91,11 @@ class SampledSession(EstimateSession):
 
     def __init__(self, selector: SampledThreshold) -> None:
         super().__init__(selector)
-        self._steps: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
 
-    def mode(self, name: str, step: int) -> Hashable:
-        # The draw of the sample belongs to the step; shapes do not change with it.
-        self._steps[name] = step
+    def begin(self, names: Sequence[str], counts: Sequence[int]) -> Hashable:
+        # Every exchange has a sample of its own, but always the same shapes: one mode.
+        self._counts.update(zip(names, counts, strict=True))
         return None
 
     def threshold(self, x: Tensor, magnitude: Tensor, rows: TargetRows) -> Tensor:
@@ -98,23 +104,24 @@ class SampledSession(EstimateSession):
         sample = self._sample(magnitude, stride, rows.slot.name)
         hits = max(1, min(sample.numel(), math.ceil(sample.numel() * density)))
         threshold = sample.topk(hits, sorted=False).values.min()
-        return self._adapt(magnitude, threshold, rows.target) if stride > 1 else threshold
+        return self.adapt(magnitude, threshold, rows.target) if stride > 1 else threshold
 
     def _sample(self, magnitude: Tensor, stride: int, name: str) -> Tensor:
         if stride == 1:
             return magnitude
-        step, seed = self._steps.get(name, 0), self.selector.seed
+        count, seed = self._counts.get(name, 0), self.selector.seed
         if self.selector.sample == "strided":
-            start = generator_for(name, step, seed, torch.device("cpu")).initial_seed() % stride
+            start = generator_for(name, count, seed, torch.device("cpu")).initial_seed() % stride
             return magnitude[start::stride]
-        generator = generator_for(name, step, seed, magnitude.device)
-        count = magnitude.numel() // stride
+        generator = generator_for(name, count, seed, magnitude.device)
+        size = (magnitude.numel() // stride,)
         places = torch.randint(
-            magnitude.numel(), (count,), generator=generator, device=magnitude.device
+            magnitude.numel(), size, generator=generator, device=magnitude.device
         )
         return magnitude[places]
 
-    def _adapt(self, magnitude: Tensor, threshold: Tensor, target: int) -> Tensor:
+    def adapt(self, magnitude: Tensor, threshold: Tensor, target: int) -> Tensor:
+        """A threshold that about `target` magnitudes reach, from one that was found in a sample."""
         setting = self.selector
         if setting.reselect and magnitude.device.type != "cpu":
             fewest = math.ceil(setting.lower * target)

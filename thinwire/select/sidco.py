@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 FIRST_RATIO = 0.25
 ADAPT_EVERY = 5
 TOLERANCE = 0.2
+LOG_FLOOR = 2.2e-16
+"""Added before a logarithm is taken, as in the published code."""
 # Halvings of the interval in which the gamma quantile is looked for.
 QUANTILE_STEPS = 40
 
@@ -36,8 +39,11 @@ class SIDCoThreshold(ThresholdSelector):
     """
 
     distribution: str = "pareto"
+    """"exponential", "gamma" or "pareto"."""
     stages: int = 2
+    """How often what exceeds the threshold is fitted again, the first fit included."""
     adapt: bool = False
+    """Let every tensor find its own number of stages."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,8 +107,10 @@ def pareto_quantile(mean: Tensor, variance: Tensor, ratio: float) -> Tensor:
 
 def gamma_quantile(magnitude: Tensor, mean: Tensor, ratio: float) -> Tensor:
     """The value exceeded with probability `ratio` under the gamma law, shape by Minka's closed estimate."""
-    tiny = torch.finfo(magnitude.dtype).tiny
-    s = mean.clamp(min=tiny).log() - magnitude.clamp(min=tiny).log().mean()
+    # Of the gradient at length 1, so that what keeps the logarithm of an exact zero finite is small beside it. Any smaller
+    # number would let the zeros of a ReLU decide the fit.
+    length = magnitude.norm().clamp(min=torch.finfo(magnitude.dtype).tiny)
+    s = (mean / length + LOG_FLOOR).log() - (magnitude / length + LOG_FLOOR).log().mean()
     shape = ((3 - s + ((s - 3) ** 2 + 24 * s).sqrt()) / (12 * s)).double()
     low = torch.zeros_like(shape)
     # Chernoff: no gamma quantile at `ratio` lies beyond this.
@@ -143,6 +151,9 @@ class SIDCoSession(EstimateSession):
         density = rows.target / rows.length
         known = self._known.setdefault(rows.slot.name, Stages(self.selector.stages))
         threshold = self.selector.fit(magnitude, density, known.stages)
+        if self.journal is not None:
+            before = partial(self._known.__setitem__, rows.slot.name, replace(known))
+            self.journal.note_action(before)
         known.ratios += float((magnitude >= threshold).sum()) / rows.target
         known.calls += 1
         if known.calls == ADAPT_EVERY:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from thinwire.errors import UsageError
-from thinwire.layout import Slot
-from thinwire.select.finish import TargetRows, ThresholdSelector
-from thinwire.select.rows import SlotRows, keep_count
+from thinwire.kernels.cuda.fused_threshold import Goal
+from thinwire.layout import RowTable, Slot, SlotRows, keep_count
+from thinwire.select.base import ABOVE_THRESHOLDS, Turn
+from thinwire.select.finish import EstimateSession, TargetRows, ThresholdSelector
+from thinwire.select.threshold_reused import ThresholdTurn
 from thinwire.validate import check_finite_number
 
 
@@ -22,6 +24,10 @@ class FixedThreshold(ThresholdSelector):
     """
 
     threshold: float = 0.01
+    """The smallest magnitude that is sent."""
+
+    form = ABOVE_THRESHOLDS
+    computed_by = (*ThresholdSelector.computed_by, "rows")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,6 +41,40 @@ class FixedThreshold(ThresholdSelector):
 
     def estimate(self, x: Tensor, magnitude: Tensor, target: int) -> Tensor:
         return magnitude.new_full((), self.threshold)
+
+    def session(self) -> FixedSession:
+        return FixedSession(self)
+
+
+class FixedSession(EstimateSession):
+    selector: FixedThreshold
+
+    def turn(self, modes: Hashable) -> Turn:
+        return FixedTurn(self)
+
+
+class FixedTurn(ThresholdTurn):
+    """Thresholds that never change; nothing is learned."""
+
+    session: FixedSession
+    tolerance = 1.0
+
+    def __init__(self, session: FixedSession) -> None:
+        super().__init__(session)
+        self.first_threshold = session.selector.threshold
+        if session.selector.finish == "published":
+            # Kernels send at least one entry.
+            self.form = None
+
+    def usual_entries(self, slots: Sequence[Slot]) -> list[int]:
+        return [self.session.selector.rows(slot).keep for slot in slots]
+
+    def goals(self, table: RowTable) -> list[Goal]:
+        goals = []
+        for rows in table.rows:
+            assert isinstance(rows, TargetRows)
+            goals.append(Goal(rows.fewest, rows.target, exact=False))
+        return goals
 
 
 def check_threshold(field: str, value: float) -> None:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from thinwire.select.rows import RowTable
+from thinwire.layout import RowTable
 from thinwire.wire.bits import collapse_bits, expand_bits
 from thinwire.wire.floats import ValueCode
 
@@ -156,6 +156,32 @@ class IntCode(BlockCode):
 
 
 @dataclass(frozen=True)
+class Fp8Code(BlockCode):
+    """8-bit floating-point numbers (e4m3); the scale puts the block's largest magnitude at their largest, 448.
+
+    Twelve bits times a power of two, so the argument above holds for it too.
+    """
+
+    name: str
+    size: int
+    code_bits = 8
+    _peak = 448
+
+    def _scales(self, matrix: Tensor) -> Tensor:
+        return (matrix.abs().amax(1) / self._peak).clamp(min=SMALLEST_SCALE)
+
+    def _codes(self, matrix: Tensor, scales: Tensor) -> Tensor:
+        codes = (matrix / scales).clamp(-self._peak, self._peak).to(torch.float8_e4m3fn)
+        return codes.view(torch.uint8)
+
+    def _pack(self, codes: Tensor) -> Tensor:
+        return codes
+
+    def _unpack(self, raw: Tensor, entries: int) -> Tensor:
+        return raw.contiguous().view(torch.float8_e4m3fn).float()
+
+
+@dataclass(frozen=True)
 class SignCode(BlockCode):
     """One bit per entry; every value of a block becomes plus or minus the mean magnitude of those that are not zero.
 
@@ -185,3 +211,31 @@ class SignCode(BlockCode):
 
     def _unpack(self, raw: Tensor, entries: int) -> Tensor:
         return 1.0 - 2.0 * expand_bits(raw)[:entries].float()
+
+
+@dataclass(frozen=True)
+class PairCode(BlockCode):
+    """Two bits per entry: a sign, and whether the magnitude is nearer to the block's largest or to half of it.
+
+    For entries chosen by magnitude, which lie in that range. There is no code for zero.
+    """
+
+    name: str
+    size: int
+    code_bits = 2
+    has_zero = False
+    _peak = 2
+
+    def _scales(self, matrix: Tensor) -> Tensor:
+        scales = matrix.abs().amax(1) / self._peak
+        return torch.where(scales < SMALLEST_SCALE, 0.0, scales)
+
+    def _codes(self, matrix: Tensor, scales: Tensor) -> Tensor:
+        return (matrix < 0).to(torch.uint8) | ((matrix.abs() >= 1.5 * scales).to(torch.uint8) << 1)
+
+    def _pack(self, codes: Tensor) -> Tensor:
+        return collapse_bits(torch.stack([codes & 1, codes >> 1], 1).view(-1))
+
+    def _unpack(self, raw: Tensor, entries: int) -> Tensor:
+        negative, large = expand_bits(raw)[: 2 * entries].view(-1, 2).float().unbind(1)
+        return (1.0 - 2.0 * negative) * (1.0 + large)

@@ -11,26 +11,34 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from thinwire.described import Described
 from thinwire.errors import WireError
-from thinwire.select.base import Picks
-from thinwire.select.rows import RowTable
+from thinwire.layout import RowTable
 from thinwire.wire.indices import IndexCode
 from thinwire.wire.values import ValueCode
+
+if TYPE_CHECKING:
+    from thinwire.select.base import Picks
 
 WIRE_VERSION = 0x74570001
 NON_FINITE = 1
 FIXED_WORDS = 5
+FLAGS_WORD = 1
+"""Of the fixed ones."""
 MEANINGS = ("version", "unknown flags", "number of slots", "number of entries", "format checksum")
 SLOT_WORDS = 2
+HAD_WORD = 1
+"""Of a slot's."""
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Header:
+class Header(Described):
     """What all ranks said beside their entries; first dimension = rank."""
 
     non_finite: Tensor
@@ -44,7 +52,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(Described):
     """What a rank knows of its own gradient before it encodes."""
 
     non_finite: Tensor
@@ -68,7 +76,10 @@ class Constants:
 
 
 class Codec:
-    """One payload format: value code x index code over a row table."""
+    """One payload format: the codes of `values` and of `indices` over the rows of a `table`.
+
+    `note_words` are float32 numbers per slot that a selection adds to the header.
+    """
 
     def __init__(
         self, table: RowTable, values: ValueCode, indices: IndexCode, note_words: int = 0
@@ -145,10 +156,12 @@ class Codec:
         words = payload[: 4 * self.header_words].view(torch.int32)
         known = self._constants(payload.device)
         words[:FIXED_WORDS] = known.fixed_words
-        words[1] = (flags.non_finite | ~is_finite(picks.values)).to(torch.int32) * NON_FINITE
+        words[FLAGS_WORD] = (flags.non_finite | ~is_finite(picks.values)).to(
+            torch.int32
+        ) * NON_FINITE
         slots = words[FIXED_WORDS:].view(len(self.table.rows), SLOT_WORDS + self.note_words)
         slots[:, 0] = known.full_counts if picks.counts is None else picks.counts
-        slots[:, 1] = flags.had_gradient
+        slots[:, HAD_WORD] = flags.had_gradient
         if self.note_words:
             assert picks.notes is not None
             slots[:, SLOT_WORDS:] = picks.notes.float().view(torch.int32)
@@ -162,7 +175,7 @@ class Codec:
         words = payloads[:, : 4 * self.header_words].contiguous().view(torch.int32)
         slots = self._slot_words(words)
         counts = slots[..., 0]
-        non_finite = (words[:, 1] & NON_FINITE).bool()
+        non_finite = (words[:, FLAGS_WORD] & NON_FINITE).bool()
         known = self._constants(words.device)
         differs = self._plain(words) != known.fixed_words
         miscounts = (counts < 0) | (counts > known.full_counts)
@@ -174,7 +187,7 @@ class Codec:
         return Header(
             non_finite=non_finite,
             counts=counts,
-            had_gradient=slots[..., 1].bool(),
+            had_gradient=slots[..., HAD_WORD].bool(),
             notes=slots[..., SLOT_WORDS:].contiguous().view(torch.float32),
         )
 
@@ -186,7 +199,7 @@ class Codec:
     def _plain(self, words: Tensor) -> Tensor:
         """[world, FIXED_WORDS]: the fixed words without the flags that may differ."""
         plain = words[:, :FIXED_WORDS].clone()
-        plain[:, 1] &= ~NON_FINITE
+        plain[:, FLAGS_WORD] &= ~NON_FINITE
         return plain
 
     def _check_header(self, words: Tensor, differs: Tensor, miscounts: Tensor) -> None:
@@ -199,14 +212,26 @@ class Codec:
         if bool(miscounts.any()):
             raise WireError("a payload header counts more entries than its slot has places")
 
+    def sections(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """The bytes of a payload's values, and those of its indices."""
+        return (
+            payload[self.values_at : self.values_at + self.values.nbytes(self.table)],
+            payload[self.indices_at : self.indices_at + self.indices.nbytes(self.table)],
+        )
+
+    def flags_of(self, payload: Tensor) -> Flags:
+        """What this rank itself wrote into a payload's header."""
+        words = payload[: 4 * self.header_words].view(torch.int32)
+        had = self._slot_words(words)[:, HAD_WORD].bool()
+        return Flags((words[FLAGS_WORD] & NON_FINITE).bool(), had)
+
     def decode(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """(flat positions, values) of one rank's payload; what `encode` cannot have written is refused."""
         if payload.numel() != self.nbytes:
             raise WireError(
                 f"payload has {payload.numel()} bytes where {self.nbytes} were agreed on"
             )
-        raw_values = payload[self.values_at : self.values_at + self.values.nbytes(self.table)]
-        raw_indices = payload[self.indices_at : self.indices_at + self.indices.nbytes(self.table)]
+        raw_values, raw_indices = self.sections(payload)
         header = payload[: 4 * self.header_words].view(torch.int32)
         values = self.values.decode(raw_values, self.table)
         values = self._clear_left_over(values, self._slot_words(header)[:, 0])

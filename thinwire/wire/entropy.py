@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from thinwire.select.rows import RowTable, SlotRows
+from thinwire.layout import RowTable, SlotRows
 from thinwire.wire.coders import RowCoder, choose_coder
 from thinwire.wire.fixed import IndexCode
 
@@ -41,9 +41,9 @@ def cut_sections(table: RowTable) -> list[Section]:
     """The table's rows by shape, remembered as long as the table lives."""
     if table not in _known:
         entries: dict[tuple[int, int], list[Tensor]] = {}
-        for which, rows in enumerate(table.rows):
+        for index, rows in enumerate(table.rows):
             if rows.entries:
-                span = torch.arange(table.entry_starts[which], table.entry_starts[which + 1])
+                span = torch.arange(table.entry_starts[index], table.entry_starts[index + 1])
                 entries.setdefault((rows.length, rows.keep), []).append(span)
         _known[table] = [
             Section(choose_coder(*shape), sum(map(len, spans)) // shape[1], torch.cat(spans), {})
@@ -60,6 +60,7 @@ class EntropyCode(IndexCode):
     """
 
     name: str
+    """As the wire format calls it."""
     ordered = True
 
     def bits(self, rows: SlotRows) -> float:

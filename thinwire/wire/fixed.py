@@ -9,14 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.select.rows import RowTable, SlotRows
+from thinwire.forms import Formed
+from thinwire.layout import RowTable, SlotRows
 from thinwire.wire.bits import WORD_BITS, pack, unpack, words_for
 
 SHORT_LIMIT = 1 << 16
 
 
-class IndexCode(ABC):
+FIXED_WIDTH = "indices of 16 or 32 bits"
+PACKED_BITS = "indices of as many bits as a row needs"
+"""Forms of index codes; both have `slot_places`."""
+
+
+class IndexCode(Formed, ABC):
     """Row-local indices -> bytes -> row-local indices, exactly."""
+
+    computed_by = ("nbytes", "encode", "decode")
 
     name: str
     ordered: bool = False
@@ -45,6 +53,8 @@ class FixedWidthCode(IndexCode):
     name: str
     short: bool
 
+    form = FIXED_WIDTH
+
     def _itemsize(self, rows: SlotRows) -> int:
         return 2 if self.short and rows.length <= SHORT_LIMIT else 4
 
@@ -54,10 +64,10 @@ class FixedWidthCode(IndexCode):
     def _runs(self, table: RowTable) -> list[tuple[int, int, int]]:
         """(first entry, last entry, bytes per entry) of neighbouring slots that share a width."""
         runs: list[tuple[int, int, int]] = []
-        for which, rows in enumerate(table.rows):
+        for index, rows in enumerate(table.rows):
             start, stop, width = (
-                table.entry_starts[which],
-                table.entry_starts[which + 1],
+                table.entry_starts[index],
+                table.entry_starts[index + 1],
                 self._itemsize(rows),
             )
             if runs and runs[-1][2] == width:
@@ -103,14 +113,16 @@ class PackedCode(IndexCode):
 
     name: str
 
+    form = PACKED_BITS
+
     def bits(self, rows: SlotRows) -> float:
         return float((rows.length - 1).bit_length())
 
     def _runs(self, table: RowTable) -> list[tuple[int, int, int]]:
         """(first entry, last entry, bits per entry) of neighbouring slots that share a width."""
         runs: list[tuple[int, int, int]] = []
-        for which, rows in enumerate(table.rows):
-            start, stop = table.entry_starts[which], table.entry_starts[which + 1]
+        for index, rows in enumerate(table.rows):
+            start, stop = table.entry_starts[index], table.entry_starts[index + 1]
             width = (rows.length - 1).bit_length()
             if runs and runs[-1][2] == width:
                 runs[-1] = (runs[-1][0], stop, width)
@@ -148,8 +160,8 @@ def find_places(
     """(place of its first index, width) of every slot, if each run of (first entry, last entry, width) takes `room` of its size."""
     places, at = {}, 0
     for start, stop, width in runs:
-        for which, first in enumerate(table.entry_starts[:-1]):
+        for index, first in enumerate(table.entry_starts[:-1]):
             if start <= first < stop:
-                places[which] = (at + (first - start) * width, width)
+                places[index] = (at + (first - start) * width, width)
         at += room((stop - start) * width)
-    return [places[which] for which in range(len(table.rows))]
+    return [places[index] for index in range(len(table.rows))]

@@ -8,18 +8,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.select.rows import RowTable
+from thinwire.forms import Formed
+from thinwire.layout import RowTable
+
+FLOATS = "floating-point numbers"
+"""The form of codes that write values of one dtype one behind the other."""
 
 
-class ValueCode(ABC):
+class ValueCode(Formed, ABC):
     """values -> bytes -> values; what decoding loses stays in the sender's memory.
 
     Every code saturates and none turns a finite value into an infinity.
     """
 
+    computed_by = ("nbytes", "encode", "decode")
+
     name: str
     bits: float
     """Bits per entry, block scales included."""
+    dtype: torch.dtype | None = None
+    """Of codes that are plain numbers, which can be added on the way."""
     has_zero: bool = True
     """Whether a place left over decodes to a value that adds nothing; otherwise the codec clears it by the count."""
     writes_nan: bool = True
@@ -43,6 +51,8 @@ class FloatCode(ValueCode):
 
     name: str
     dtype: torch.dtype
+
+    form = FLOATS
 
     @property
     def bits(self) -> float:  # type: ignore[override]

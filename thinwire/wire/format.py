@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thinwire.select.rows import SlotRows
+from thinwire.described import Described
+from thinwire.layout import SlotRows
 from thinwire.validate import check_choice
 from thinwire.wire.indices import INDEX_CODES, IndexCode
 from thinwire.wire.values import VALUE_CODES, ValueCode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
+class Wire(Described):
     """How entries are written down; every rounding error of `values` stays in the sender's memory."""
 
     values: str = "bf16"
-    """"fp32", "bf16", "fp16", "int8" and "int4" (one bf16 scale per 64 entries), "sign" (one per 256)."""
+    """"fp32", "bf16", "fp16", "int8", "fp8", "int4" and "int2" (one bf16 scale per 64 entries), "sign" (one per 256)."""
     indices: str = "auto"
     """"int32", "auto" (16 bits inside short rows), "packed" (ceil(log2 L) bits), "rice" (close to the entropy)."""
 

@@ -10,7 +10,7 @@ import torch
 from tests.recipes.data.official import NEED_TOKENIZERS, WRITERS
 from thinwire.recipes.data import DATASETS
 from thinwire.recipes.examples import Batch, Data, DataOptions
-from thinwire.recipes.names import look_up
+from thinwire.tools.settings.names import look_up
 
 BATCH = 4
 

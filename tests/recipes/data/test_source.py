@@ -5,7 +5,9 @@ import io
 import tarfile
 import threading
 import zipfile
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -188,9 +190,9 @@ def test_the_workers_of_a_job_fetch_once(
     fetched: list[str] = []
     transfer = download.transfer
 
-    def counted(url: str, path: Path) -> None:
+    def counted(url: str, file: BinaryIO) -> None:
         fetched.append(url)
-        transfer(url, path)
+        transfer(url, file)
 
     monkeypatch.setattr(download, "transfer", counted)
     options = DataOptions(data_dir=home, download=True)
@@ -200,3 +202,83 @@ def test_the_workers_of_a_job_fetch_once(
     for worker in workers:
         worker.join()
     assert len(fetched) == 1
+
+
+# -- nobody gets in ----------------------------------------------------------------------------------------------
+
+
+def test_only_https_is_fetched_and_a_redirection_stays_there(home: Path) -> None:
+    remote = Remote(url="http://example.org/data.bin", path="toy/data.bin", checksum="md5:0")
+    with pytest.raises(UsageError, match="cannot be fetched; only https"):
+        download.fetch(remote, home)
+    for away in ("http://example.org/x", "ftp://example.org/x", "file:///etc/passwd"):
+        with pytest.raises(UsageError, match="only https"):
+            download.SafeRedirects().redirect_request(None, None, 302, "", {}, away)
+
+
+@pytest.mark.parametrize("header", ["many", "-1", "1" * 5, "0x10", ""])
+def test_a_malformed_header_is_not_believed(
+    header: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(
+                f"HTTP/1.0 200 OK\r\nContent-Length: {header}\r\n\r\n".encode() + CONTENT
+            )
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    monkeypatch.setattr(download, "SCHEMES", ("http",))
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/data.bin"
+        digest = hashlib.sha256(CONTENT).hexdigest()
+        remote = Remote(url=url, path="toy/data.bin", checksum=f"sha256:{digest}")
+        try:
+            download.fetch(remote, home)
+        except UsageError as error:
+            # More was promised than came.
+            assert "cannot be fetched (IncompleteRead" in str(error)
+            assert list((home / "toy").iterdir()) == []
+        else:
+            assert (home / "toy" / "data.bin").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("new_python", [True, False])
+@pytest.mark.parametrize("evil", ["../evil.bin", "/evil.bin", "link", "device"])
+def test_no_python_unpacks_what_is_evil(
+    new_python: bool, evil: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not new_python:
+        monkeypatch.delattr(tarfile, "data_filter")
+    with tarfile.open(home / "toy.tar", "w") as archive:
+        info = tarfile.TarInfo(evil)
+        info.type = {"link": tarfile.SYMTYPE, "device": tarfile.CHRTYPE}.get(evil, tarfile.REGTYPE)
+        info.linkname = "/etc/passwd" if evil == "link" else ""
+        archive.addfile(info, io.BytesIO(b""))
+    try:
+        download.unpack(home / "toy.tar", home)
+    except UsageError as error:
+        assert "damaged or of another kind; it is not an archive" in str(error)
+    else:
+        # Python's own filter takes the slash away.
+        assert new_python and evil == "/evil.bin"
+    assert not Path("/evil.bin").exists() and not (home.parent / "evil.bin").exists()
+    assert not (home / "link").is_symlink() and not (home / "device").exists()
+
+
+def test_an_old_python_unpacks_what_is_plain(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(tarfile, "data_filter")
+    tar_of(home / "toy.tar.gz", "toy/data.bin")
+    download.unpack(home / "toy.tar.gz", home)
+    assert (home / "toy" / "data.bin").read_bytes() == CONTENT
+
+
+def test_the_lock_follows_no_link(home: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(CONTENT)
+    (home / ".thinwire-download").symlink_to(victim)
+    with pytest.raises(UsageError, match="must be a folder to write to"), download.lock(home):
+        pass
+    assert victim.read_bytes() == CONTENT

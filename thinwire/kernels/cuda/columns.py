@@ -1,4 +1,4 @@
-"""Tables of strided rows for encode_columns.cu: where their elements lie, who takes which, and room for the candidates' bits."""
+"""Tables of strided rows (encode_columns.cu): where their elements lie, who takes them, and room for candidates."""
 
 from __future__ import annotations
 
@@ -8,57 +8,94 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.select.rows import SlotRows
+from thinwire.kernels.cuda.source import Defines
+from thinwire.kernels.cuda.structs import (
+    Row,
+    declare,
+    i32,
+    i64,
+    layout_of,
+    make_table,
+    read_column,
+)
+from thinwire.kernels.cuda.tuning import Tuning
+from thinwire.layout import SlotRows
 
 GROUP = 8
-"""Columns whose words lie side by side, and that a block of columns_send takes."""
+"""Columns whose words lie side by side. A block of columns_send takes as many."""
 WORD_ROWS = 32
+"""Elements of a column whose bits are one word."""
 COLLECT_THREADS = 128
 SEND_THREADS = 32 * GROUP
 WARP_LIST = 512
+"""Candidates that a warp lists."""
 BLOCK_LIST = GROUP * WARP_LIST
-"""Candidates that a warp and a block list."""
-LONG = 8192
-"""Columns longer than this have a block each: a lane of a warp keeps eight words."""
+LANE_WORDS = 8
+"""Words that a lane keeps of a column that a warp has to itself."""
+WARP_COLUMN = 32 * LANE_WORDS * WORD_ROWS
+"""Elements of such a column, at most."""
+CANDIDATES_PER_ENTRY = 2
+SPARE_CANDIDATES = 16
+"""Candidates aimed at: enough that chance does not leave too few, and not many that are read for nothing."""
+ColumnBlock = declare(
+    "ColumnBlock",
+    (i64, "gradient memory masks"),
+    (i32, "length stride columns slot first start width unused"),
+)
+"""encode_columns.cu: what a block of columns_collect takes."""
+Column = declare("Column", (Row, "row"), (i64, "masks"), (i32, "number together"))
+"""encode_columns.cu: what a warp of columns_send takes."""
+
+
+DEFINES: Defines = (
+    ("GROUP", GROUP),
+    ("WORD_ROWS", WORD_ROWS),
+    ("COLLECT_THREADS", COLLECT_THREADS),
+    ("WARP_LIST", WARP_LIST),
+    ("LANE_WORDS", LANE_WORDS),
+    ("CANDIDATES_PER_ENTRY", CANDIDATES_PER_ENTRY),
+    ("SPARE_CANDIDATES", SPARE_CANDIDATES),
+    *map(layout_of, (ColumnBlock, Column)),
+)
 
 
 @dataclass(frozen=True, eq=False)
 class ColumnLaunch:
-    """All strided rows of a group, ordered by slot and place in memory, with the buffers that their selection works in."""
+    """All strided rows of a group, ordered by slot and place in memory, with the buffers of their selection."""
 
-    fields: Tensor
-    """int64 [blocks, 7]: struct Field of encode_columns.cu."""
+    blocks: Tensor
+    """struct ColumnBlock"""
     columns: Tensor
-    """int64 [blocks, GROUP, 10]: struct Column of every warp that sends."""
+    """int32 [blocks, GROUP, words]: struct Column of every warp that sends."""
     masks: Tensor
-    """int32: one bit per element that is a candidate, a thirty-second of the size of their float32 memory."""
+    """int32: one bit per element, set for candidates. A thirty-second of the size of their float32 memory."""
     guesses: Tensor
-    """int32 [columns]: where the search of each row starts; only speed depends on it and on `cuts`."""
+    """int32 [columns]: where the search of each column starts. Only speed depends on it and on `cuts`."""
     cuts: Tensor
     """float32 [columns]: the magnitude from which on elements are candidates, before the next step's ratio."""
 
 
 def candidates_of(rows: SlotRows) -> int:
-    """How many a row is expected to have: AIM of encode_columns.cu, or all that there are."""
-    return min(rows.length, 2 * rows.keep + 16)
+    """How many a column is expected to have."""
+    return min(rows.length, CANDIDATES_PER_ENTRY * rows.keep + SPARE_CANDIDATES)
 
 
 def make_column_launch(
-    slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device
+    slots: Sequence[tuple[SlotRows, Tensor]], tuning: Tuning, device: torch.device
 ) -> ColumnLaunch:
     """`slots` come with their rows as `describe_rows` gives them."""
-    fields, columns = [], []
+    blocks, columns = [], []
     first, words = 0, 0
     for rows, table in slots:
         # Neighbours in memory are neighbours in the launch.
-        table = table[table[:, 1].argsort()]
-        check_places(rows, table[:, 1])
-        fields.append(cut_fields(rows, table[0], first, words))
-        columns.append(cut_columns(rows, table, first, words))
+        table = table[read_column(Row, table, "memory").argsort()]
+        check_places(rows, read_column(Row, table, "memory"))
+        blocks.append(cut_blocks(rows, table[:1], first, words))
+        columns.append(cut_columns(rows, table, first, words, tuning))
         first += rows.count
         words += -(-rows.count // GROUP) * GROUP * words_of(rows)
     return ColumnLaunch(
-        fields=torch.cat(fields).to(device),
+        blocks=torch.cat(blocks).to(device),
         columns=torch.cat(columns).to(device),
         masks=torch.zeros(words, dtype=torch.int32, device=device),
         guesses=torch.zeros(first, dtype=torch.int32, device=device),
@@ -71,44 +108,47 @@ def words_of(rows: SlotRows) -> int:
 
 
 def check_places(rows: SlotRows, offsets: Tensor) -> None:
-    """A slot is dense in memory: `stride` rows are neighbours, and the next begin behind the last element of these."""
+    """A slot is dense in memory: `stride` rows are neighbours, and the next ones begin behind their last element."""
     numbers = torch.arange(rows.count)
     block = numbers // rows.stride * rows.stride * rows.length
     assert torch.equal(offsets - offsets[0], block + numbers % rows.stride), rows
 
 
-def cut_fields(rows: SlotRows, head: Tensor, first: int, masks: int) -> Tensor:
-    """The blocks of columns_collect for one slot, `head` being its first row."""
-    gradient, memory = int(head[0]), int(head[1])
-    slot = int(head[5]) >> 32
+def cut_blocks(rows: SlotRows, head: Tensor, first: int, masks: int) -> Tensor:
+    """The blocks of columns_collect for one slot; `head` has its first row."""
+    gradient, memory = (int(read_column(Row, head, name)) for name in ("gradient", "memory"))
     aligned = rows.stride % 4 == 0 and gradient % 4 == 0 and memory % 4 == 0
     width = 4 if aligned else 1
     items = rows.count // width * words_of(rows)
-    starts = torch.arange(0, items, COLLECT_THREADS)
-    same = [
-        gradient,
-        memory,
-        masks,
-        rows.length | rows.stride << 32,
-        rows.count | slot << 32,
-    ]
-    columns = [torch.full_like(starts, number) for number in same]
-    return torch.stack([*columns, first | starts << 32, torch.full_like(starts, width)], 1)
+    return make_table(
+        ColumnBlock,
+        gradient=gradient,
+        memory=memory,
+        masks=masks,
+        length=rows.length,
+        stride=rows.stride,
+        columns=rows.count,
+        slot=int(read_column(Row, head, "slot")),
+        first=first,
+        start=torch.arange(0, items, COLLECT_THREADS),
+        width=width,
+    )
 
 
-def cut_columns(rows: SlotRows, table: Tensor, first: int, masks: int) -> Tensor:
+def cut_columns(rows: SlotRows, table: Tensor, first: int, masks: int, tuning: Tuning) -> Tensor:
     """The warps of columns_send for one slot: one for a column, or all of a block for one that would keep a warp too long.
 
-    In the last block may be warps without a column: zeros.
+    Warps of the last block may have no column: zeros.
     """
-    together = rows.length > LONG or candidates_of(rows) > WARP_LIST
+    longest = tuning.warp_column_elements or WARP_COLUMN
+    assert longest <= WARP_COLUMN
+    together = rows.length > longest or candidates_of(rows) > WARP_LIST
     numbers = torch.arange(rows.count)
     places = masks + numbers // GROUP * GROUP * words_of(rows) + numbers % GROUP
-    more = torch.stack([places, first + numbers | int(together) << 32], 1)
-    columns = torch.cat([table, more], 1)
+    columns = make_table(
+        Column, row=table, masks=places, number=first + numbers, together=int(together)
+    )
     if together:
         return columns[:, None].repeat(1, GROUP, 1)
-    missing = -rows.count % GROUP
-    return torch.cat([columns, columns.new_zeros(missing, columns.shape[1])]).unflatten(
-        0, (-1, GROUP)
-    )
+    missing = columns.new_zeros(-rows.count % GROUP, columns.shape[1])
+    return torch.cat([columns, missing]).unflatten(0, (-1, GROUP))

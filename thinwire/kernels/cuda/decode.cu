@@ -1,20 +1,19 @@
-// All ranks' entries added in rank order, averaged, and written as a dense gradient: one write per element, and one launch for
-// all that a bucket's reply is read for. A launch ends when its slowest block does, and a bucket has little to do of each kind.
+// The entries of all ranks, added in rank order, averaged, and written as a dense gradient. One write per element, and one launch
+// for all work of a bucket: there is little of each kind, and a launch ends when its slowest block does.
 //
-// Every element belongs to one block, so that ranks are added one after the other without atomics. Reference:
-// AllGatherFast.combine in thinwire/exchange/gather.py.
+// Every element belongs to one block, so ranks are added one after the other without atomics. Reference: AllGather.combine in
+// thinwire/exchange/all_gather.py.
 
 #include "dense.cuh"
 #include "decode.cuh"
 
-// What a block does.
-#define HEADERS 0
-#define MEANS 1   // a stretch of dense tensors beside the payloads
-#define ROWS 2    // whole rows that lie one behind the other
-#define PIECES 3  // a piece of a row that does not fit
-#define TILES 4   // pieces of strided rows
+// A block does one kind of work:
+//   HEADERS  the headers of all ranks
+//   MEANS    a stretch of the dense tensors that travel with the payloads
+//   ROWS     whole rows that lie one behind the other
+//   PIECES   a piece of a row that does not fit
+//   TILES    pieces of up to COLUMNS strided rows
 
-#define COLUMNS 16  // strided rows of a tile
 #define MEMBERS (THREADS / (RANKS * COLUMNS))  // threads that share the entries of a rank in a column
 
 // What a block needs to know, in one load. Neighbouring rows of a slot have their entries one behind the other.
@@ -27,12 +26,9 @@ struct Part {
     int here;    // so many of them
     int joined;  // 1: strided rows that lie next to each other
 };
+static_assert(LAYOUT_OF_Part, "decode_parts.py has another Part");
 
-static __device__ __forceinline__ const int* slot_words(const u8* payload, int slot) {
-    return reinterpret_cast<const int*>(payload) + HEADER_FIXED + slot * HEADER_SLOT;
-}
-
-// Headers of all ranks: which slots anybody had a gradient for, and whether anything is wrong. `expected`: the fixed words, then
+// Headers of all ranks: which slots anybody had a gradient for, and whether anything is wrong. `expected` has the fixed words, then
 // the places of each slot.
 //   status[0]: some gradient was not finite, or a header is none that this layout writes
 //   status[1]: some slot has no gradient on any rank
@@ -53,7 +49,7 @@ static __device__ void read_headers(const Reply& reply, const int* expected, u8*
     }
 }
 
-// What a rank said of having a gradient for a slot, another rank for each lane, or several where there are more.
+// Whether ranks had a gradient for a slot. Every lane asks another rank, or several if there are more ranks than lanes.
 static __device__ __forceinline__ int read_had(const Reply& reply, int slot) {
     const int lane = threadIdx.x % 32;
     int had = load_word(slot_words(reply.of(min(lane, reply.world - 1)), slot) + HEADER_HAD);
@@ -62,7 +58,7 @@ static __device__ __forceinline__ int read_had(const Reply& reply, int slot) {
     return had;
 }
 
-// Whether anybody had one, decided by whole warps.
+// Whether any rank had one; whole warps come here.
 static __device__ __forceinline__ bool is_used(int had) { return __ballot_sync(EVERY_LANE, had != 0) != 0; }
 
 // A block's sums, which are 0, and what it knows of its slot.
@@ -131,8 +127,8 @@ static __device__ __forceinline__ bool decode_rows(const Work& work) {
     return write_means(work.target, sums, shift, count, work.average) | bad;
 }
 
-// A piece of a contiguous row. If a row has no more entries than threads, everybody reads one and looks whether it belongs here;
-// otherwise a piece finds its own.
+// A piece of a contiguous row. If a row has no more entries than threads, every thread reads one and looks whether it belongs here.
+// Otherwise the piece finds its own first.
 static __device__ __forceinline__ bool decode_piece(const Work& work, int (*edges)[2]) {
     const Reply& reply = work.reply;
     const Row& row = work.part.row;
@@ -195,7 +191,7 @@ static __device__ __forceinline__ bool write_tile(const Work& work, const Row* r
     return means.bad();
 }
 
-// A piece of up to COLUMNS neighbouring rows of one slot. As for pieces, all entries are read where they are few.
+// A piece of up to COLUMNS neighbouring rows of one slot. As for pieces, all entries are read if they are few.
 static __device__ __forceinline__ bool decode_tile(const Work& work, const Row* rows, bool into_bucket) {
     const Reply& reply = work.reply;
     const Row& row = work.part.row;
@@ -250,8 +246,8 @@ static __device__ __forceinline__ bool decode_tile(const Work& work, const Row* 
     return write_tile(work, rows, into_bucket) | bad;
 }
 
-// `dense`: what was gathered of the dense tensors, rows as far apart as the payloads, or the one row of their sum. Encoding has put
-// both flags down.
+// `dense` is what was gathered of the dense tensors, its rows as far apart as the payloads, or the one row of their sum. Encoding
+// has put both flags down.
 extern "C" __global__ __launch_bounds__(THREADS, BLOCKS_AT_ONCE) void decode(
     const u8* gathered, const u8* dense, float* out, const Row* rows, const Part* parts, const Stretch* stretches,
     const int* expected, u8* used, u8* status, const float* share, int world, int dense_world, int payload_bytes, int slots,

@@ -1,11 +1,13 @@
-// What all kernels share that read payloads: replies, sums in shared memory, means, and where the entries of a piece lie.
+// What kernels share that read payloads: replies, sums in shared memory, means, and where the entries of a piece lie.
 
-#define THREADS 256
-#define PIECE 8192  // elements that a block adds up in shared memory
+#include "row.cuh"
+
+#define THREADS DECODE_THREADS
+// A block adds up PIECE elements in shared memory.
 #define MOST_AT_ONCE 64
-// Entries of a thread that are under way at once: memory is far away.
+// Entries that a thread loads at once.
 #define RANKS 4
-// Blocks on a multiprocessor: as many as registers and shared memory let.
+// Blocks on a multiprocessor: as many as registers and shared memory allow.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define BLOCKS_AT_ONCE (PACKED ? 5 : 6)
 #else
@@ -21,7 +23,7 @@ struct Reply {
     __device__ __forceinline__ const u8* of(int rank) const { return gathered + (i64)rank * payload_bytes; }
 };
 
-// Loads that stay where they are written. The compiler moves plain ones behind the branch that uses them, where each waits alone.
+// A load that stays where it is written. The compiler moves a plain one behind the branch that uses it, where it waits alone.
 static __device__ __forceinline__ u32 load_word(const void* at) {
 #ifdef __CUDA_ARCH__
     u32 word;
@@ -32,7 +34,7 @@ static __device__ __forceinline__ u32 load_word(const void* at) {
 #endif
 }
 
-// What has to be loaded of an index, and the index in it: nothing waits for memory before the second.
+// The word with an index, and the index in it. Only the second waits for memory.
 #if PACKED
 static __device__ __forceinline__ u32 load_index_word(const u8* payload, const Row& row, int place) {
     const i64 bit = row.indices + (i64)place * row.width;
@@ -61,7 +63,7 @@ static __device__ __forceinline__ int index_in(u32 word, const Row& row, int pla
 
 static __device__ __forceinline__ Value load_code(const u8* payload, const Row& row, int place) {
     const u8* at = payload + ((u32)row.values + (u32)place * (u32)sizeof(Value));
-#if VALUE_CODE == 0
+#if VALUE_CODE == FLOAT32
     return __uint_as_float(load_word(at));
 #elif defined(__CUDA_ARCH__)
     Value code;
@@ -72,9 +74,11 @@ static __device__ __forceinline__ Value load_code(const u8* payload, const Row& 
 #endif
 }
 
-// Where the entries with indices in [from, to) lie among `count` places from `first` on; decided by LANES neighbours together, all
-// lanes of a warp looking equally often. Indices ascend there. If they do not, in a corrupt payload, the end may come before the
-// begin; if it never does, every place still belongs to one piece, because each looks for its end as the next one for its begin.
+// Where the entries with indices in [from, to) lie among `count` places from `first` on. Indices ascend there. LANES neighbours
+// look together, and all lanes of a warp equally often.
+//
+// In a corrupt payload indices may not ascend. Then the end may come before the begin, which the caller reports. If it never does,
+// every place still belongs to one piece: the end of one piece is found as the begin of the next.
 template <int LANES>
 static __device__ __forceinline__ void find_edges(
     const u8* payload, const Row& row, int first, int count, int from, int to, int& begin, int& end) {
@@ -116,7 +120,7 @@ static __device__ __forceinline__ void find_edges(
 
 #define ROOM (PIECE + 4)  // sums of a piece, wherever in a vector it begins
 
-// All of them, whatever is needed: nobody has to know that yet.
+// All of them, so that nobody waits to know how many are needed.
 static __device__ __forceinline__ void clear_sums(float* sums) {
     float4* fours = reinterpret_cast<float4*>(sums);
 #pragma unroll
@@ -124,7 +128,7 @@ static __device__ __forceinline__ void clear_sums(float* sums) {
     if (threadIdx.x == 0) fours[PIECE / 4] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
-// Means of sums, and whether all of them were finite: what is not leaves a trace that stays.
+// Means of sums, and whether all were finite: what is not makes `trace` not a number for good.
 struct Means {
     float average, trace;
 
@@ -136,7 +140,7 @@ struct Means {
         return mean;
     }
 
-    // Of four neighbours. The compiler would make four stores of one.
+    // Of four neighbours. Spelled out, because the compiler would store four times.
     __device__ __forceinline__ void write(float* target, const float* sums) {
         const float4 four = *reinterpret_cast<const float4*>(sums);
         const float a = of(four.x), b = of(four.y), c = of(four.z), d = of(four.w);
@@ -150,12 +154,13 @@ struct Means {
     __device__ __forceinline__ bool bad() const { return !(trace == 0.0f); }
 };
 
-// Elements by which a place in memory is behind the last one that a vector may be written to.
+// How many elements a place in memory is behind the last aligned one.
 static __device__ __forceinline__ int misplaced(const float* target) {
     return (int)(reinterpret_cast<unsigned long long>(target) / sizeof(float) % 4);
 }
 
-// The means of `count` neighbours, whose sums begin at `shift`, as much as `target` is misplaced. Tells whether one is not finite.
+// Write the means of `count` neighbours. Their sums begin at `shift`, as many elements as `target` is misplaced, so that both are
+// aligned alike. Tells whether a mean is not finite.
 static __device__ __forceinline__ bool write_means(float* target, const float* sums, int shift, int count, float average) {
     float* aligned = target - shift;
     // Whole vectors are in [begin, end).
@@ -170,8 +175,8 @@ static __device__ __forceinline__ bool write_means(float* target, const float* s
     return means.bad();
 }
 
-// One entry of each of RANKS ranks, or so many of one. What is not there is read at another place, which costs less than a
-// branch before every load.
+// One entry of each of RANKS ranks, or so many entries of one rank. What is not there is read at another place: that costs less
+// than a branch before every load.
 struct Entries {
     u32 words[RANKS];
     Value codes[RANKS];
@@ -198,7 +203,7 @@ struct Entries {
     __device__ __forceinline__ float value(int which) const { return from_wire(codes[which]); }
 };
 
-// Of each rank in turn, the entries between its edges, by all threads: `add(index, value)`.
+// All threads call `add(index, value)` for the entries between the edges of each rank, one rank after the other.
 template <class Add>
 static __device__ __forceinline__ void add_between(
     const Reply& reply, const Row& row, int before, int together, const int (*edges)[2], const Add& add) {

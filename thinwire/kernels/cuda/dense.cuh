@@ -1,21 +1,21 @@
-// Stretches of small tensors that travel whole beside the payloads. A block takes one and has all its loads under way at once.
+// Small tensors that travel whole, cut into stretches. A block takes one and loads all of it at once.
 
 struct Stretch {
     i64 bucket;  // element of its first value in the bucket
     int packed;  // the same on the wire
     int count;   // at least one
 };
+static_assert(LAYOUT_OF_Stretch, "dense.py has another Stretch");
 
-#define STRETCH_THREADS 256
-#define EACH 4  // elements of a thread
+#define EACH (STRETCH / STRETCH_THREADS)  // elements of a thread
 #define RANKS_AT_ONCE 4
 
-// An element of this thread. Behind the end it is the last one: loading it again costs less than a branch before every load.
+// An element of this thread. Behind the end it is the last one again: that costs less than a branch before every load.
 static __device__ __forceinline__ int element(const Stretch& stretch, int which) {
     return min((int)threadIdx.x + which * STRETCH_THREADS, stretch.count - 1);
 }
 
-// Divided before they are summed, as thinwire/exchange/dense.py does.
+// Values are divided before they are summed, as in thinwire/exchange/dense.py.
 static __device__ __forceinline__ void send_stretch(
     const Gradient* bucket, float* packed, const Stretch& stretch, int world) {
     float values[EACH];
@@ -26,7 +26,7 @@ static __device__ __forceinline__ void send_stretch(
         packed[stretch.packed + element(stretch, i)] = __fdiv_rn(values[i], (float)world);
 }
 
-// In rank order; tells whether a sum is not finite.
+// The sum over ranks, in rank order. Tells whether one is not finite.
 static __device__ __forceinline__ bool mean_stretch(
     const u8* gathered, float* bucket, const Stretch& stretch, int world, int row_bytes) {
     float sums[EACH];
@@ -49,7 +49,7 @@ static __device__ __forceinline__ bool mean_stretch(
     bool bad = false;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        bad |= (__float_as_int(sums[i]) & 0x7fffffff) >= INFINITE;
+        bad |= !is_finite(sums[i]);
         bucket[stretch.bucket + element(stretch, i)] = sums[i];
     }
     return bad;

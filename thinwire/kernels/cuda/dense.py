@@ -1,37 +1,46 @@
-"""Dense tensors on CUDA: one kernel before and one after their sum, or after they were gathered beside payloads.
+"""Dense tensors on CUDA: one kernel before they are summed or gathered, one after.
 
-Reference: `dense_mean` in thinwire/exchange/dense.py; what was gathered is summed in rank order. `DenseMomentumCompressor` for
-their momentum.
+References: `dense_mean` in thinwire/exchange/sums.py, and `MomentumAfterMean` for their momentum. What was gathered is summed in
+rank order.
 """
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cuda.joint import JointKernel, joint_kernel
-from thinwire.kernels.cuda.launch import Compiler, Site, Varying, compile_with_nvrtc, fitting
-from thinwire.plan.groups import Group
+from thinwire.kernels.cuda.launch import PreparedLaunch, Varying, fitting
+from thinwire.kernels.cuda.source import FLOAT_CODES, Defines
+from thinwire.kernels.cuda.structs import declare, i32, i64, layout_of, make_table
+from thinwire.kernels.cuda.toolchain import toolchain_of
+from thinwire.layout import Group
 
 STRETCH = 1024
-"""Elements that one block takes: four for each thread, all of them under way at once."""
+"""Elements that one block takes: four for each thread."""
 THREADS = 256
 ALIGNMENT = 16
-"""Bytes; what lies behind on the wire stays aligned."""
-DEFINES = (("VALUE_CODE", 0), ("GRADIENT_CODE", 0))
-MOST_TRACES = 128
+"""Bytes on the wire. What lies behind stays aligned."""
+Stretch = declare("Stretch", (i64, "bucket"), (i32, "packed count"))
+"""dense.cuh: neighbours that one block takes."""
+
+STRETCH_DEFINES: Defines = (
+    ("STRETCH", STRETCH),
+    ("STRETCH_THREADS", THREADS),
+    layout_of(Stretch),
+)
+"""Of dense.cuh and dense.cu, beside the floats of the bucket."""
+FLOAT32_DEFINES: Defines = (("GRADIENT_CODE", FLOAT_CODES[torch.float32]), *STRETCH_DEFINES)
 
 
 def cut_stretches(group: Group) -> Tensor:
-    """int64 [stretches, 2]: struct Stretch of dense.cuh, two 32-bit numbers to a word."""
-    rows = [
-        [source.offset + start, slot.offset + start | min(STRETCH, slot.numel - start) << 32]
-        for source, slot in zip(group.sources, group.slots, strict=True)
-        for start in range(0, slot.numel, STRETCH)
-    ]
-    return torch.tensor(rows, dtype=torch.int64, device=group.device)
+    """struct Stretch of every part of every slot."""
+    tables = []
+    for source, slot in zip(group.sources, group.slots, strict=True):
+        starts = torch.arange(0, slot.numel, STRETCH)
+        counts = (slot.numel - starts).clamp(max=STRETCH)
+        places = {"bucket": source.offset + starts, "packed": slot.offset + starts}
+        tables.append(make_table(Stretch, **places, count=counts))
+    return torch.cat(tables).to(group.device)
 
 
 def packed_bytes(group: Group) -> int:
@@ -42,25 +51,23 @@ def packed_bytes(group: Group) -> int:
 class FusedDense:
     """The kernels of one group of float32 slots."""
 
-    compiler: Compiler = staticmethod(compile_with_nvrtc)
-
     def __init__(self, group: Group, world: int) -> None:
-        stretches = cut_stretches(group)
+        toolchain, stretches = toolchain_of(group.device), cut_stretches(group)
         self.nbytes = packed_bytes(group)
         self.wrong = torch.zeros((), dtype=torch.bool, device=group.device)
         """bool []: a mean of the last step was not finite."""
         self._device = group.device
         bucket, packed = Varying("bucket"), Varying("packed")
-        self._send = Site(
-            self.compiler("dense.cu", "dense_send", DEFINES),
+        self._send = PreparedLaunch(
+            toolchain.compile("dense.cu", "dense_send", FLOAT32_DEFINES),
             len(stretches),
             THREADS,
             [bucket, packed, stretches, self.wrong, world],
         )
         stride = Varying("stride", is_number=True)
         self._means = {
-            ranks: Site(
-                self.compiler("dense.cu", "dense_mean", DEFINES),
+            ranks: PreparedLaunch(
+                toolchain.compile("dense.cu", "dense_mean", FLOAT32_DEFINES),
                 len(stretches),
                 THREADS,
                 [packed, bucket, stretches, self.wrong, ranks, stride],
@@ -71,12 +78,12 @@ class FusedDense:
     def send(self, bucket_flat: Tensor) -> Tensor:
         """uint8 [nbytes]: what this rank sends."""
         packed = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
-        self._send.launch({"bucket": bucket_flat.data_ptr(), "packed": packed.data_ptr()})
+        self._send.start({"bucket": bucket_flat.data_ptr(), "packed": packed.data_ptr()})
         return packed
 
     def mean(self, gathered: Tensor, bucket_flat: Tensor) -> None:
-        """Write the mean of what all ranks sent ([ranks, bytes], or [1, bytes] where it is summed already) into the bucket."""
-        self._means[len(gathered)].launch(
+        """Write the mean of all ranks into the bucket. `gathered` is [ranks, bytes], or [1, bytes] if it is summed already."""
+        self._means[len(gathered)].start(
             {
                 "packed": gathered.data_ptr(),
                 "bucket": bucket_flat.data_ptr(),
@@ -85,48 +92,31 @@ class FusedDense:
         )
 
 
-class Trace(ctypes.Structure):
-    """struct Trace of dense.cu."""
-
-    _fields_ = [
-        ("u", ctypes.c_void_p),
-        ("before", ctypes.c_void_p),
-        ("count", ctypes.c_longlong),
-    ]
-
-
 class FusedMomentum:
     """The momentum of one group of float32 slots, whose means lie in the bucket."""
 
     def __init__(self, group: Group, momentum: float, nesterov: bool) -> None:
-        self.before = torch.zeros(group.numel, device=group.device)
-        """What u was before the last step, in the units of that step."""
-        compiler, stretches = FusedDense.compiler, cut_stretches(group)
+        toolchain, stretches = toolchain_of(group.device), cut_stretches(group)
         self._one = torch.ones(1, device=group.device)
-        bucket, u, wrong, ratio = map(Varying, ("bucket", "u", "wrong", "ratio"))
-        self._site = Site(
-            compiler("dense.cu", "dense_momentum", DEFINES),
+        bucket, held, u, wrong, ratio = map(Varying, ("bucket", "held", "u", "wrong", "ratio"))
+        self._launch = PreparedLaunch(
+            toolchain.compile("dense.cu", "dense_momentum", FLOAT32_DEFINES),
             len(stretches),
             THREADS,
-            [bucket, u, self.before, stretches, wrong, ratio, momentum, int(nesterov)],
-        )
-        self.joint: JointKernel = joint_kernel(
-            compiler, "dense.cu", "restore_all", DEFINES, Trace, MOST_TRACES, group.device
+            [bucket, held, u, stretches, wrong, ratio, momentum, int(nesterov)],
         )
 
     def accumulate(
-        self, bucket_flat: Tensor, u: Tensor, ratio: Tensor | None, wrong: Tensor
+        self, bucket_flat: Tensor, held: Tensor, u: Tensor, ratio: Tensor | None, wrong: Tensor
     ) -> None:
-        """Means become updates, u times `ratio` the new u; `wrong` goes up if an update is not finite."""
-        self._site.launch(
+        """Turn the means in the bucket into updates. u becomes `held` times `ratio`, carried on. `wrong` goes up if an update is
+        not finite."""
+        self._launch.start(
             {
                 "bucket": bucket_flat.data_ptr(),
+                "held": held.data_ptr(),
                 "u": u.data_ptr(),
                 "ratio": (self._one if ratio is None else ratio).data_ptr(),
                 "wrong": wrong.data_ptr(),
             }
         )
-
-    def trace(self, u: Tensor) -> Trace:
-        """What `joint` needs to know to make u again what it was."""
-        return Trace(u.data_ptr(), self.before.data_ptr(), u.numel())

@@ -1,35 +1,37 @@
-// The same as stream_rows for strided rows, which are neighbours in memory: one pass over memory in two kernels.
+// Strided rows, which are neighbours in memory: as stream_rows.cu, with one pass over memory in two kernels.
 //
-//  1. columns_collect   c = residual + gradient, or as momentum.cuh says, to memory, and one bit per element that reaches its
-//                       column's cut, which lies somewhat below the threshold of the last step. A thread has one or four
-//                       neighbouring columns and the 32 elements of each whose bits are one word.
-//  2. columns_send      The elements whose bits are set, the column's candidates; the threshold among them; the entries in
-//                       ascending order of index, ties to the lowest; the next cut.
+//  1. columns_collect   c = residual + gradient (or as momentum.cuh says) goes to memory. Every element that reaches its column's cut
+//                       sets a bit. The cut lies somewhat below the threshold of the last step. A thread has one or four
+//                       neighbouring columns, and of each the 32 elements whose bits are one word.
+//  2. columns_send      The elements whose bits are set are the column's candidates. The threshold is found among them. Entries are
+//                       sent in ascending order of index, ties to the lowest. The next cut is computed.
 //
-// Every element that reaches the cut is a candidate, so that `keep` of them are enough to know the others are not wanted: what
-// is sent does not depend on the cut. A warp has a column. One that has too few candidates, because its magnitudes fell, or
-// more than a warp lists is left to its block, which looks at all elements if need be. Cuts are 0 at first: all are candidates.
+// What is sent does not depend on the cut, because every element that reaches it is a candidate: with `keep` of them the others are
+// not wanted. A warp has a column. If a column has too few candidates, or more than a warp lists, its block takes it, and looks at
+// all elements if need be. Cuts are 0 at first: all elements are candidates.
 //
-// A warp that sends issues some 500 instructions, and these, not memory, are what it waits for: so candidates are in registers
-// while the threshold is looked for, logarithms are those of the hardware, and one table says all that a warp has to know.
+// A warp that sends issues some 500 instructions, and waits for these, not for memory. So candidates are in registers while the
+// threshold is looked for, logarithms are those of the hardware, and one table says all that a warp has to know.
 
 #include "momentum.cuh"
 #include "candidates.cuh"
 
-#define COLLECT_THREADS 128
 #define SEND_THREADS (32 * GROUP)
-// Forty warps on a multiprocessor, which wait for memory three times in a row.
+// Blocks on a multiprocessor: forty warps, because each waits for memory three times.
 #define SENDING_AT_ONCE 5
-// Elements of a column under way at once; with momentum each is three loads, and one column has a quarter of four.
+// Elements of a column that are loaded at once. With momentum each is three loads. A thread of one column has fewer than one of
+// four.
 #define ROWS_AT_ONCE(width) ((MOMENTUM ? BATCH / 2 : BATCH) * ((width) == 1 ? 2 : 1))
-// Candidates aimed at: enough that chance does not make them too few, not more than are read for nothing.
-#define AIM(keep) (2.0f * (float)(keep) + 16.0f)
+// The largest growth of a threshold that is expected to go on, in octaves per step.
+#define MOST_GROWN 0.14f
+// Candidates aimed at.
+#define AIM(keep) ((float)CANDIDATES_PER_ENTRY * (float)(keep) + (float)SPARE_CANDIDATES)
 
 // -- 1 ----------------------------------------------------------------------------------------------------------------
 
-// What a block of columns_collect needs to know: columns of one slot. `stride` of them are neighbours, and the next `stride`
-// lie behind the last element of these.
-struct Field {
+// What a block of columns_collect takes: columns of one slot. `stride` of them are neighbours, and the next `stride` lie behind the
+// last element of these.
+struct ColumnBlock {
     i64 gradient;  // of the first column, as in Row
     i64 memory;
     i64 masks;     // where the slot's words begin
@@ -38,17 +40,18 @@ struct Field {
     int columns;
     int slot;
     int first;     // number of the first column's row
-    int start;     // items before those of this block; an item is what a thread does, its neighbour the next columns
+    int start;     // items before those of this block. An item is what a thread takes: one word of its columns
     int width;     // columns of an item
     int unused;
 };
+static_assert(LAYOUT_OF_ColumnBlock, "columns.py has another ColumnBlock");
 
 template <class T> struct FourOf;
 template <> struct FourOf<float> { typedef float4 type; };
 template <> struct FourOf<u16> { typedef ushort4 type; };
 template <> struct FourOf<u32> { typedef uint4 type; };
 
-// ONCE: what is read stays in no cache, so that there is room for what is read again.
+// ONCE: it stays in no cache, which has room for what is read again.
 template <bool ONCE, int WIDTH, class T>
 static __device__ __forceinline__ void read(const T* from, T (&x)[WIDTH]) {
     if constexpr (WIDTH == 4) {
@@ -60,7 +63,7 @@ static __device__ __forceinline__ void read(const T* from, T (&x)[WIDTH]) {
     }
 }
 
-// Said outright, because the compiler makes four stores of an assignment.
+// Spelled out, because the compiler makes four stores of an assignment.
 template <int WIDTH, class T>
 static __device__ __forceinline__ void write(T* to, const T (&x)[WIDTH]) {
     typedef typename FourOf<T>::type Four;
@@ -72,35 +75,36 @@ static __device__ __forceinline__ void write(T* to, const T (&x)[WIDTH]) {
 
 template <int WIDTH>
 static __device__ __forceinline__ void collect(
-    const Gradient* bucket, float* memory, u8* payload, const Field& field, const float* cuts, u32* masks, float scale,
-    u32* told, const Momentum& correction) {
+    const Gradient* bucket, const float* before, float* memory, u8* payload, const ColumnBlock& mine, const float* cuts,
+    u32* masks, float scale, u32* told, const Momentum& correction) {
     constexpr int ROWS = ROWS_AT_ONCE(WIDTH);
-    const int across = field.columns / WIDTH, words = (field.length + WORD_ROWS - 1) / WORD_ROWS;
-    const int wanted = field.start + (int)threadIdx.x, item = min(wanted, across * words - 1);
+    const int across = mine.columns / WIDTH, words = (mine.length + WORD_ROWS - 1) / WORD_ROWS;
+    const int wanted = mine.start + (int)threadIdx.x, item = min(wanted, across * words - 1);
     const int column = item % across * WIDTH, word = item / across;
-    const i64 block = column / field.stride;
-    const i64 place = (block * field.length + (i64)word * WORD_ROWS) * field.stride + column % field.stride;
-    // No element behind the end is read; a thread without an item writes nothing.
-    const int last = min(WORD_ROWS, field.length - word * WORD_ROWS) - 1, end = wanted == item ? last : -1;
-    const Gradient* gradient = bucket + field.gradient + place;
-    float* held = memory + field.memory + place;
+    const i64 strip = column / mine.stride;
+    const i64 place = (strip * mine.length + (i64)word * WORD_ROWS) * mine.stride + column % mine.stride;
+    // No element behind the end is read. A thread without an item reads the last one and writes nothing.
+    const int last = min(WORD_ROWS, mine.length - word * WORD_ROWS) - 1, end = wanted == item ? last : -1;
+    const Gradient* gradient = bucket + mine.gradient + place;
+    const float* old = before + mine.memory + place;
+    float* held = memory + mine.memory + place;
     Gradient fresh[ROWS][WIDTH];
     float c[ROWS][WIDTH], speed[ROWS][WIDTH];
     const auto load = [&](int start) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             // No branch, so that all loads leave together.
-            const i64 at = (i64)min(start + i, last) * field.stride;
+            const i64 at = (i64)min(start + i, last) * mine.stride;
             read<true>(gradient + at, fresh[i]);
-            read<false>(held + at, c[i]);
-            correction.get_some(field.memory + place + at, speed[i]);
+            read<false>(old + at, c[i]);
+            correction.get_some(mine.memory + place + at, speed[i]);
         }
     };
     load(0);
     float cut[WIDTH];
     u32 reaching[WIDTH];
 #pragma unroll
-    for (int w = 0; w < WIDTH; ++w) cut[w] = cuts[field.first + column + w] * scale, reaching[w] = 0;
+    for (int w = 0; w < WIDTH; ++w) cut[w] = cuts[mine.first + column + w] * scale, reaching[w] = 0;
     bool had = false, bad = false;
     for (int start = 0;;) {
 #pragma unroll
@@ -111,45 +115,47 @@ static __device__ __forceinline__ void collect(
                 reaching[w] |= (u32)(start + i <= last && fabsf(c[i][w]) >= cut[w]) << (start + i);
             }
             if (start + i <= end) {
-                const i64 at = (i64)(start + i) * field.stride;
+                const i64 at = (i64)(start + i) * mine.stride;
                 write(held + at, c[i]);
-                correction.put_some(field.memory + place + at, speed[i]);
+                correction.put_some(mine.memory + place + at, speed[i]);
             }
         }
         start += ROWS;
         if (start > last) break;
         load(start);
     }
-    if (end >= 0) write(masks + field.masks + ((i64)(column / GROUP) * words + word) * GROUP + column % GROUP, reaching);
-    tell(had, bad, field.slot, told, payload);
+    if (end >= 0) write(masks + mine.masks + ((i64)(column / GROUP) * words + word) * GROUP + column % GROUP, reaching);
+    report(had, bad, mine.slot, told, payload);
 }
 
 extern "C" __global__ __launch_bounds__(COLLECT_THREADS) void columns_collect(
-    const Gradient* bucket, float* memory, u8* payload, const Field* fields, const float* cuts, u32* masks,
-    const float* ratio MOMENTUM_PARAMETERS) {
+    const Gradient* bucket, const float* before, float* memory, u8* payload, const ColumnBlock* blocks, const float* cuts,
+    u32* masks, const float* ratio MOMENTUM_PARAMETERS) {
     __shared__ u32 told;
     if (threadIdx.x == 0) told = 0;
     __syncthreads();
-    const Field field = fields[blockIdx.x];
+    const ColumnBlock mine = blocks[blockIdx.x];
     const Momentum correction = MOMENTUM_OF_GROUP;
-    if (field.width == 4)
-        collect<4>(bucket, memory, payload, field, cuts, masks, *ratio, &told, correction);
+    if (mine.width == 4)
+        collect<4>(bucket, before, memory, payload, mine, cuts, masks, *ratio, &told, correction);
     else
-        collect<1>(bucket, memory, payload, field, cuts, masks, *ratio, &told, correction);
+        collect<1>(bucket, before, memory, payload, mine, cuts, masks, *ratio, &told, correction);
 }
 
 // -- 2 ----------------------------------------------------------------------------------------------------------------
 
-// What a warp of columns_send takes; `keep` is 0 if nothing. The warps of a block have a column each, or all have the same one.
+// What a warp of columns_send takes; nothing if `keep` is 0. The warps of a block have a column each, or all have the same one
+// (`together`).
 struct __align__(16) Column {
     Row row;
     i64 masks;    // its first word
     int number;   // of its guess and its cut
     int together;
 };
+static_assert(LAYOUT_OF_Column, "columns.py has another Column");
 #define COLUMN_WORDS ((int)(sizeof(Column) / sizeof(int)))
 
-// In shared memory: fields that are needed late take no registers until then.
+// To shared memory: fields that are needed late take no registers until then.
 static __device__ __forceinline__ void fetch_column(const Column* from, Column& to) {
     const int lane = threadIdx.x & 31;
     const int word = lane < COLUMN_WORDS ? reinterpret_cast<const int*>(from)[lane] : 0;
@@ -157,7 +163,7 @@ static __device__ __forceinline__ void fetch_column(const Column* from, Column& 
     __syncwarp();
 }
 
-// Where whole columns are looked at, places and values are one room for their elements.
+// The candidates of all warps. For whole columns, places and values together are one room for elements.
 struct Sending {
     int places[BLOCK_LIST];
     float values[BLOCK_LIST];
@@ -174,8 +180,8 @@ struct Columns {
     float scale;
 };
 
-// The cut that about as many as aimed at will reach, by the power with which the count grew from the threshold down to the
-// last cut. What has grown since the threshold `before` may go on: half of that is taken for granted, if it is not much.
+// The cut that about as many as aimed at will reach. The count is taken to grow below the threshold as it did down to the last cut.
+// The threshold has grown since `before`; half of that is expected to go on, if it is not much.
 static __device__ __forceinline__ float next_cut(const Row& row, float threshold, float before, float cut, int listed) {
     const float aim = AIM(row.keep);
     if (aim >= (float)row.length) return 0.0f;
@@ -188,9 +194,10 @@ static __device__ __forceinline__ float next_cut(const Row& row, float threshold
     return exp2f(here + grown - (log2_of(aim) - keep) * octaves);
 }
 
-// What is known of a column that has been sent. The next step's numbers are made from it for all columns of a block at once.
+// What is known of a column that has been sent. Guesses and cuts of the next step are computed from it for all columns of a block
+// at once.
 struct Note {
-    int listed;   // candidates, or one of those below
+    int listed;   // candidates, or one of the three below
     int pattern;  // of the threshold
     float before, cut;
 };
@@ -203,71 +210,49 @@ static __device__ __forceinline__ void note_next(const Columns& columns, const C
     columns.cuts[column.number] = next_cut(column.row, __int_as_float(note.pattern), note.before, note.cut, note.listed);
 }
 
-// The chosen ones, whose numbers in the list are `chosen`, to the payload.
+// The chosen candidates to the payload.
 template <int WARPS>
 static __device__ __forceinline__ void send_chosen(
-    const Row& row, const Crew<WARPS>& crew, const Candidates& list, float* memory, u8* payload, const Momentum& correction,
+    const Row& row, const WarpGroup<WARPS>& group, const Candidates& list, float* memory, u8* payload, const Momentum& correction,
     bool& bad) {
     float* held = memory + row.memory;
 #pragma unroll 1
-    for (int e = crew.member(); e < row.keep; e += 32 * WARPS) {
+    for (int e = group.member(); e < row.keep; e += 32 * WARPS) {
         const int index = list.places[list.chosen[e]];
         held[(i64)index * row.stride] = correction.send(list.values[e], index, e, row, payload, bad);
     }
 }
 
-// One column from its candidates; not if these are too few, or more than the warps list.
+// One column from its candidates. Not sent if these are too few, or more than the warps list.
 template <int WARPS>
 static __device__ __forceinline__ Note send_candidates(
-    const Columns& columns, const Column& column, Crew<WARPS>& crew, const Candidates& list, const Momentum& correction,
+    const Columns& columns, const Column& column, WarpGroup<WARPS>& group, const Candidates& list, const Momentum& correction,
     bool& bad) {
     const Row& row = column.row;
-    // Multiplied only when the candidates are listed: the loads of these are not to wait for it.
+    // Loaded early and multiplied late: the loads of candidates should not wait for these.
     const float last_cut = columns.cuts[column.number], last = __int_as_float(columns.guesses[column.number]);
-    const int listed = list_candidates(columns.masks + column.masks, row, crew, list.places);
+    const int listed = list_candidates(columns.masks + column.masks, row, group, list.places);
     if (listed < row.keep || listed > WARPS * WARP_LIST) return {NOT_SENT};
     const float cut = last_cut * columns.scale, before = last * columns.scale;
     const float* held = columns.memory + row.memory;
-    const int pattern = choose_candidates(held, row, listed, cut, __float_as_int(before), crew, list);
-    send_chosen(row, crew, list, columns.memory, columns.payload, correction, bad);
+    const int pattern = choose_candidates(held, row, listed, cut, __float_as_int(before), group, list);
+    send_chosen(row, group, list, columns.memory, columns.payload, correction, bad);
     return {listed, pattern, before, cut};
 }
 
 // One column from all its elements.
 static __device__ __forceinline__ Note send_whole(
-    const Columns& columns, const Column& column, Crew<GROUP>& crew, float* room, const Momentum& correction, bool& bad) {
+    const Columns& columns, const Column& column, WarpGroup<GROUP>& group, float* room, const Momentum& correction, bool& bad) {
     const Row& row = column.row;
-    const int lane = threadIdx.x & 31;
     const float before = __int_as_float(columns.guesses[column.number]) * columns.scale;
     float* held = columns.memory + row.memory;
-    const Elements from = fetch_whole(held, row, crew, room);
-    // Warp w owns the w-th part, so that order is settled inside a warp and by one prefix over the warps.
-    const int part = (row.length + SEND_THREADS - 1) / SEND_THREADS * 32;
-    const int begin = crew.warp * part, end = min(begin + part, row.length);
-    const auto count = [&](float threshold) {
-        int reached = 0;
-#pragma unroll 8
-        for (int i = begin + lane; i < end; i += 32) reached += fabsf(from.at(i)) >= threshold;
-        return crew.sum(warp_sum(reached));
-    };
-    const auto largest = [&] {
-        float most = 0.0f;
-        for (int i = begin + lane; i < end; i += 32) most = fmaxf(most, fabsf(from.at(i)));
-        return crew.largest(warp_max(__float_as_int(most)));
-    };
-    Threshold found = {0, row.length, 0};
-    found.search(row.keep, __float_as_int(before), count, largest);
-    const float threshold = __int_as_float(found.low);
-    Taking taking = {threshold, found.missing(row.keep)};
-    for (int i = begin + lane; i < end; i += 32) taking.see(from.at(i));
-    taking.begin(crew);
-    for (int start = begin; start < end; start += 32) {
-        const int i = start + lane;
-        const float c = i < end ? from.at(i) : NO_ELEMENT;
-        int place;
-        if (taking.take(c, place)) held[(i64)i * row.stride] = correction.send(c, i, place, row, columns.payload, bad);
-    }
-    return {ALL_ELEMENTS, found.low, before, 0.0f};
+    const Elements from = fetch_whole(held, row, group, room);
+    const int pattern = choose_whole(
+        row.length, row.keep, __float_as_int(before), group, [&](int i) { return from.at(i); },
+        [&](float c, int i, int place) {
+            held[(i64)i * row.stride] = correction.send(c, i, place, row, columns.payload, bad);
+        });
+    return {ALL_ELEMENTS, pattern, before, 0.0f};
 }
 
 extern "C" __global__ __launch_bounds__(SEND_THREADS, SENDING_AT_ONCE) void columns_send(
@@ -285,24 +270,24 @@ extern "C" __global__ __launch_bounds__(SEND_THREADS, SENDING_AT_ONCE) void colu
     bool bad = false;
     Note note = {mine.row.keep && (warp == 0 || !mine.together) ? NOT_SENT : NOTHING_TO_SEND};
     if (mine.row.keep && !mine.together) {
-        Crew<1> alone = {words, 0, 0};
+        WarpGroup<1> alone = {words, 0, 0};
         const int first = warp * WARP_LIST;
         note = send_candidates(
             columns, mine, alone, {lists.places + first, lists.values + first, lists.chosen + first}, correction, bad);
     }
     if ((threadIdx.x & 31) == 0) notes[warp] = note;
     __syncthreads();
-    Crew<GROUP> crew = {words, 0, warp};
+    WarpGroup<GROUP> group = {words, 0, warp};
     for (int c = 0; c < GROUP; ++c) {
         if (notes[c].listed != NOT_SENT) continue;
-        note = send_candidates(columns, taken[c], crew, {lists.places, lists.values, lists.chosen}, correction, bad);
+        note = send_candidates(columns, taken[c], group, {lists.places, lists.values, lists.chosen}, correction, bad);
         __syncthreads();
         if (note.listed == NOT_SENT)
-            note = send_whole(columns, taken[c], crew, reinterpret_cast<float*>(&lists), correction, bad);
+            note = send_whole(columns, taken[c], group, reinterpret_cast<float*>(&lists), correction, bad);
         if (threadIdx.x == 0) notes[c] = note;
         __syncthreads();
     }
     if (threadIdx.x < GROUP && notes[threadIdx.x].listed != NOTHING_TO_SEND)
         note_next(columns, taken[threadIdx.x], notes[threadIdx.x]);
-    if (bad) raise(reinterpret_cast<int*>(payload) + HEADER_FLAGS);
+    if (bad) raise_bad(payload);
 }

@@ -1,35 +1,47 @@
-// Residual add, exact top-k, packing and residual write of contiguous rows that fit registers and of which too many elements are sent
-// for stream_rows, in one pass over memory; rows of all shapes in one launch, because a bucket has few rows of each and a launch ends
-// when its slowest block does.
+// Contiguous rows that fit registers, and of which too many elements are sent for stream_rows.cu: residual add, exact top-k,
+// packing and residual write in one pass over memory. Rows of all shapes are one launch: a bucket has few rows of each shape, and a
+// launch ends when its slowest block does.
 //
-//  1. c = residual + gradient, or as momentum.cuh says.
-//  2. Find a bit pattern that `keep` magnitudes reach and fewer exceed: start at the pattern of the last call, step away from
-//     it until it is between two bounds, then go by the counts at both. Most rows stop at a pattern that exactly `keep`
-//     magnitudes reach.
+//  1. c = residual + gradient, or as momentum.cuh says. The residual is read from `before`, which may be `memory` itself.
+//  2. Find a pattern that `keep` magnitudes reach and fewer exceed, from that of the last call on. Most rows stop at one that exactly
+//     `keep` magnitudes reach.
 //  3. Write the chosen entries in ascending order of index, ties to the lowest, and the rest back to memory.
 //
-// A row lies in the registers of one warp or TEAM, ELEMENTS per lane. Warp w owns the w-th part of the row, so that order is
+// A row lies in the registers of one warp, or of all BLOCK_WARPS warps of a block. Warp w owns the w-th part of the row: order is
 // settled inside a warp and by one prefix over the warps. A lane has four neighbours at a time: its element e is at
 // ((e / 4) x 32 + lane) x 4 + e % 4 of the warp's part.
 //
-// TEAM is how many warps the long rows have; in a block of four warps four short rows take the place of a long one.
-// SHAPES says which shapes there are: bit i for rows of one warp with 4 (i + 1) elements per lane, bit 16 + i for those of TEAM.
+// SHAPES says which shapes there are. Bit i: rows of one warp with 4 (i + 1) elements per lane. Bit LONG_SHAPES + i: the same for
+// rows of BLOCK_WARPS warps.
 
 #include "momentum.cuh"
-#include "team.cuh"
+#include "search.cuh"
 
-#define BLOCK_THREADS (32 * TEAM)
+#define BLOCK_THREADS (32 * BLOCK_WARPS)
+// Whether a lane has more than 32 elements of some row.
 #define MANY_ELEMENTS ((SHAPES & 0xff00ff00) != 0)
+static_assert(LONG_SHAPES == 16, "shapes of long rows are the upper half of the bits");
 // Sixteen to twenty warps on a multiprocessor keep its memory busy and leave each thread a hundred registers.
 #define BLOCKS_AT_ONCE (BLOCK_THREADS > 256 ? 1 : (MANY_ELEMENTS ? 512 : 640) / BLOCK_THREADS)
-// Quads under way at once: with momentum each is three loads, and registers are what a row lies in.
+// Quads that are loaded at once. With momentum each is three loads, and registers are scarce.
 #define QUAD_BATCH (MOMENTUM ? BATCH / 2 : BATCH)
 
-struct Part {
+// Rows of one shape that a block takes: one long row, or a short row per warp.
+struct RowBlock {
     int shape;  // its bit in SHAPES
     int first;  // row number
     int rows;
 };
+static_assert(LAYOUT_OF_RowBlock, "register_rows.py has another RowBlock");
+
+// One compensated element, without a look at it: `any` and `top` tell afterwards whether there was a gradient, and the largest.
+static __device__ __forceinline__ float compensate_unseen(Gradient raw, float held, float ratio, int& any, int& top) {
+    float gradient = to_float(raw);
+    int bits = magnitude(gradient);
+    any |= bits;
+    top = max(top, bits);
+    return __fadd_rn(__fmul_rn(held, ratio), gradient);
+}
 
 template <int ELEMENTS>
 static __device__ __forceinline__ int count_reaching(const float (&c)[ELEMENTS], int pattern) {
@@ -41,34 +53,31 @@ static __device__ __forceinline__ int count_reaching(const float (&c)[ELEMENTS],
     return reached[0] + reached[1] + reached[2] + reached[3];
 }
 
-// Choose from the elements that the team's lanes have in `c`: entries to the payload in ascending order of index, ties to the
-// lowest, the rest to `held` (`quads`: four at a time are aligned there). `guess` is where the search starts, and ends.
-template <int ELEMENTS, class Team>
+// Choose from the elements that the group's lanes have in `c`. Entries go to the payload, the rest to `held`, four at a time if
+// these are aligned (`quads`). The search starts at `guess`, which becomes the pattern found.
+template <int ELEMENTS, int WARPS>
 static __device__ __forceinline__ void send_row(
-    float (&c)[ELEMENTS], const Row& row, int* guess, Team& team, float* held, bool quads, u8* payload,
+    float (&c)[ELEMENTS], const Row& row, int* guess, WarpGroup<WARPS>& group, float* held, bool quads, u8* payload,
     const Momentum& correction, bool& bad) {
-    const int lane = threadIdx.x & 31, first = team.warp * 32 * ELEMENTS;
-    int reached;
-    const auto count = [&](int pattern) { return count_reaching(c, pattern); };
+    const int lane = threadIdx.x & 31, first = group.warp * 32 * ELEMENTS;
+    const auto count = [&](int pattern) { return group.sum(warp_sum(count_reaching(c, pattern))); };
     const auto largest = [&] {
-        int bits = 0;
+        float most = 0.0f;
 #pragma unroll
-        for (int e = 0; e < ELEMENTS; ++e) bits = max(bits, ordered(c[e]));
-        return bits;
+        for (int e = 0; e < ELEMENTS; ++e) most = fmaxf(most, fabsf(c[e]));
+        return group.largest(warp_max(__float_as_int(most)));
     };
-    const int pattern = search(row, *guess, team, reached, count, largest);
-    const float threshold = __int_as_float(pattern);
-    const bool exact = reached == row.keep;
-    int missing = 0, ties_before = 0;
-    if (!exact) {
-        int above = 0, tied = 0;
+    Threshold found = {0, row.length, 0};
+    found.search<OCTAVE / 16, 0>(row.keep, *guess, count, largest);
+    const float threshold = __int_as_float(found.low);
+    const bool exact = found.reached == row.keep;
+    const int missing = found.missing(row.keep);
+    int ties_before = 0;
+    if (!exact && WARPS > 1) {
+        int tied = 0;
 #pragma unroll
-        for (int e = 0; e < ELEMENTS; ++e) {
-            above += fabsf(c[e]) > threshold;
-            tied += fabsf(c[e]) == threshold;
-        }
-        missing = row.keep - team.sum(above);
-        ties_before = team.before(tied);
+        for (int e = 0; e < ELEMENTS; ++e) tied += fabsf(c[e]) == threshold;
+        ties_before = group.before_lanes(tied);
     }
     // Which elements of this lane are sent, one bit each.
     static_assert(ELEMENTS <= 64, "two words would not be enough");
@@ -95,7 +104,7 @@ static __device__ __forceinline__ void send_row(
             }
         }
     }
-    int place = team.before(__popc(chosen[0]) + __popc(chosen[1]));
+    int place = group.before_lanes(__popc(chosen[0]) + __popc(chosen[1]));
 
 #pragma unroll
     for (int q = 0; q < ELEMENTS / 4; ++q) {
@@ -125,27 +134,27 @@ static __device__ __forceinline__ void send_row(
         for (int i = 0; i < 4; ++i)
             if (at + i < row.length) held[at + i] = c[4 * q + i];
     }
-    if (team.warp == 0 && lane == 0) *guess = pattern;
+    if (group.warp == 0 && lane == 0) *guess = found.low;
 }
 
 template <int WARPS, int ELEMENTS>
 static __device__ __forceinline__ void encode_part(
-    const Gradient* bucket, float* memory, u8* payload, const Row* rows, const Part& part, int* guesses, const float* ratio,
-    const Momentum& correction) {
+    const Gradient* bucket, const float* before, float* memory, u8* payload, const Row* rows, const RowBlock& part, int* guesses, const float* ratio,
+    u32* told, const Momentum& correction) {
     constexpr int QUADS = ELEMENTS / 4;
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     __shared__ int words[2 * WARPS];
-    RowTeam<WARPS> team = {words, 0, WARPS > 1 ? warp : 0};
+    WarpGroup<WARPS> group = {words, 0, WARPS > 1 ? warp : 0};
     const int local = WARPS > 1 ? 0 : warp, number = part.first + local;
     if (local >= part.rows) return;
     const Row row = rows[number];
-    const int first = team.warp * 32 * ELEMENTS;
+    const int first = group.warp * 32 * ELEMENTS;
     const float scale = *ratio;
     bool had = false, bad = false;
     float c[ELEMENTS];
 
     const Gradient* gradient = bucket + row.gradient;
-    float* held = memory + row.memory;
+    const float* held = before + row.memory;
     bool plain = !row.vector;
     if (row.vector) {
         int any = 0, top = 0;
@@ -194,30 +203,33 @@ static __device__ __forceinline__ void encode_part(
             if (at < row.length) correction.put(row.memory + at, last);
         }
     }
-    send_row(c, row, guesses + number, team, held, row.vector, payload, correction, bad);
-    report(had, bad, row.slot, payload);
+    send_row(c, row, guesses + number, group, memory + row.memory, row.vector, payload, correction, bad);
+    report(had, bad, row.slot, told, payload);
 }
 
 // The shapes from SHAPE on; only those that there are become code.
 template <int SHAPE>
 static __device__ __forceinline__ void encode_shape(
-    const Gradient* bucket, float* memory, u8* payload, const Row* rows, const Part& part, int* guesses, const float* ratio,
-    const Momentum& correction) {
+    const Gradient* bucket, const float* before, float* memory, u8* payload, const Row* rows, const RowBlock& part, int* guesses, const float* ratio,
+    u32* told, const Momentum& correction) {
     if constexpr (SHAPE < 32) {
         if constexpr ((((u32)SHAPES >> SHAPE) & 1) != 0) {
             if (part.shape == SHAPE) {
-                encode_part<(SHAPE < 16 ? 1 : TEAM), 4 * (SHAPE % 16 + 1)>(
-                    bucket, memory, payload, rows, part, guesses, ratio, correction);
+                encode_part<(SHAPE < LONG_SHAPES ? 1 : BLOCK_WARPS), 4 * (SHAPE % LONG_SHAPES + 1)>(
+                    bucket, before, memory, payload, rows, part, guesses, ratio, told, correction);
                 return;
             }
         }
-        encode_shape<SHAPE + 1>(bucket, memory, payload, rows, part, guesses, ratio, correction);
+        encode_shape<SHAPE + 1>(bucket, before, memory, payload, rows, part, guesses, ratio, told, correction);
     }
 }
 
 extern "C" __global__ __launch_bounds__(BLOCK_THREADS, BLOCKS_AT_ONCE) void encode_rows(
-    const Gradient* bucket, float* memory, u8* payload, const Row* rows, const Part* parts, int* guesses,
+    const Gradient* bucket, const float* before, float* memory, u8* payload, const Row* rows, const RowBlock* parts, int* guesses,
     const float* ratio MOMENTUM_PARAMETERS) {
+    __shared__ u32 told;
+    if (threadIdx.x == 0) told = 0;
+    __syncthreads();
     const Momentum correction = MOMENTUM_OF_GROUP;
-    encode_shape<0>(bucket, memory, payload, rows, parts[blockIdx.x], guesses, ratio, correction);
+    encode_shape<0>(bucket, before, memory, payload, rows, parts[blockIdx.x], guesses, ratio, &told, correction);
 }

@@ -1,4 +1,4 @@
-"""One launch applies a step's verdict to many accounts: each of its own would cost the host more than it costs the device."""
+"""JointKernel: one launch that applies a step's verdict to many accounts. A launch for each would cost the host too much."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cuda.launch import Compiler, Defines, Kernel
+from thinwire.kernels.cuda.launch import Kernel
+from thinwire.kernels.cuda.source import Defines
+from thinwire.kernels.cuda.structs import Struct
+from thinwire.kernels.cuda.toolchain import Toolchain
 
 BLOCKS_EACH = 8
 """Blocks for each of many accounts."""
@@ -17,34 +20,36 @@ THREADS = 128
 
 
 class JointKernel:
-    """Takes the entries of accounts, structures as its source knows them, and a flag that is usually down."""
+    """Takes a record of every account, and a flag that is usually down."""
 
-    def __init__(self, kernel: Kernel, entry: type[ctypes.Structure], most: int) -> None:
+    def __init__(self, kernel: Kernel, record: Struct, most: int) -> None:
         self._kernel = kernel
-        self._table = entry * most
+        self._table = record * most
         self._most = most
 
-    def settle(self, entries: Sequence[ctypes.Structure], bad: Tensor) -> None:
-        """Tensors that entries point to must outlive the launch."""
-        for start in range(0, len(entries), self._most):
-            part = entries[start : start + self._most]
-            grid = (BLOCKS_EACH * len(part), 1, 1)
-            self._kernel(grid, (THREADS, 1, 1), [self._table(*part), bad, BLOCKS_EACH])
+    def settle(
+        self, records: Sequence[ctypes.Structure], bad: Tensor, blocks_each: int = BLOCKS_EACH
+    ) -> None:
+        """Tensors that records point to must outlive the launch."""
+        for start in range(0, len(records), self._most):
+            part = records[start : start + self._most]
+            blocks = blocks_each * len(part)
+            self._kernel(blocks, THREADS, [self._table(*part), bad, blocks_each])
 
 
 Joint = tuple[JointKernel, ctypes.Structure]
-"""How one account is settled together with others."""
+"""How an account is settled together with others: the kernel, and the account's record."""
 
 
 @functools.cache
 def joint_kernel(
-    compiler: Compiler,
+    toolchain: Toolchain,
     file: str,
     name: str,
     defines: Defines,
-    entry: type[ctypes.Structure],
+    record: Struct,
     most: int,
     device: torch.device,
 ) -> JointKernel:
-    """The same one for all who ask for the same; `most` entries are what its source has room for."""
-    return JointKernel(compiler(file, name, defines), entry, most)
+    """The same kernel for all who ask for the same. Its source has room for `most` records."""
+    return JointKernel(toolchain.compile(file, name, defines), record, most)

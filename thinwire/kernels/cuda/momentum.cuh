@@ -1,21 +1,25 @@
-// Momentum correction beside the residual v that selection chooses from, its order of operations and its roundings those of
-// thinwire/memory/momentum.py:
+// Momentum correction: u, beside the residual v that selection chooses from. Order of operations and roundings are those of
+// thinwire/memory/momentum.py.
 //
 //   MOMENTUM 0   there is none                   v = v + g
 //   MOMENTUM 1   u = m u + g                     v = v + u
-//   MOMENTUM 2   u = m u + g, Nesterov           v = v + g + m u
+//   NESTEROV 1   u = m u + g                     v = v + g + m u
 //
-// MASKING 1: u becomes 0 where something is sent, and `kept` has what it was at every entry, to be put back if need be.
+// MASKING 1: u becomes 0 where something is sent. `kept` has what it was at every entry, in case the step has to be taken back.
 // Without momentum all of this compiles to nothing.
+
+#include "row.cuh"
 
 #ifndef MOMENTUM
 #define MOMENTUM 0
+#define NESTEROV 0
 #define MASKING 0
 #endif
 
 #if MOMENTUM
-#define MOMENTUM_PARAMETERS , float* momentum, float* kept, const float* momentum_ratio, float momentum_factor
-#define MOMENTUM_OF_GROUP {momentum, kept, *momentum_ratio, momentum_factor}
+#define MOMENTUM_PARAMETERS \
+    , const float* momentum_before, float* momentum, float* kept, const float* momentum_ratio, float momentum_factor
+#define MOMENTUM_OF_GROUP {momentum, kept, *momentum_ratio, momentum_factor, momentum_before}
 #else
 #define MOMENTUM_PARAMETERS
 #define MOMENTUM_OF_GROUP {}
@@ -23,15 +27,16 @@
 
 struct Momentum {
 #if MOMENTUM
-    float* u;      // laid out as memory is
-    float* kept;   // one per entry of the payload
-    float ratio;   // u times this is in the units of the gradient
-    float factor;  // m
+    float* u;             // laid out as memory is
+    float* kept;          // one per entry of the payload
+    float ratio;          // `before` times this is in the units of the gradient
+    float factor;         // m
+    const float* before;  // u before the step; may be the same buffer
 #endif
 
     __device__ __forceinline__ float get(i64 at) const {
 #if MOMENTUM
-        return u[at];
+        return before[at];
 #else
         return 0.0f;
 #endif
@@ -45,7 +50,7 @@ struct Momentum {
 
     __device__ __forceinline__ float4 get_quad(i64 at) const {
 #if MOMENTUM
-        return *reinterpret_cast<const float4*>(u + at);
+        return *reinterpret_cast<const float4*>(before + at);
 #else
         return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #endif
@@ -53,7 +58,7 @@ struct Momentum {
 
     __device__ __forceinline__ void put_quad(i64 at, float4 now) const {
 #if MOMENTUM
-        // Not through u + at, of which the compiler does not see that it is aligned: it would store four times.
+        // Not u + at: the compiler does not see that it is aligned, and would store four times.
         reinterpret_cast<float4*>(u)[at / 4] = now;
 #endif
     }
@@ -77,13 +82,13 @@ struct Momentum {
             put(at, x[0]);
     }
 
-    // One element: `last` is u and becomes the new one; returns the new v. Never contracted to one rounding: the reference rounds
+    // One element: `last` is u and becomes the new u. Returns the new v. Never contracted to one rounding: the reference rounds
     // twice.
     __device__ __forceinline__ float add(float gradient, float held, float scale, float& last) const {
 #if MOMENTUM
         last = __fadd_rn(__fmul_rn(__fmul_rn(last, ratio), factor), gradient);
         held = __fmul_rn(held, scale);
-#if MOMENTUM == 2
+#if NESTEROV
         // torch adds a multiple with one rounding, on the CPU and on CUDA.
         return fmaf(last, factor, __fadd_rn(held, gradient));
 #else
@@ -106,8 +111,9 @@ struct Momentum {
 #if MOMENTUM
         const i64 at = row.memory + (i64)index * row.stride;
         float now = u[at];
-        // A sum of finite numbers can overflow; nothing of that may stay. v is infinite where u is, so it is looked for here.
-        if ((__float_as_int(now) & 0x7fffffff) >= INFINITE) u[at] = now = 0.0f;
+        // A sum of finite numbers can overflow, and nothing of that may stay. Where u is infinite v is too, and is sent: looking
+        // here is enough.
+        if (!is_finite(now)) u[at] = now = 0.0f;
 #if MASKING
         kept[row.entry + place] = now;
         // What the wire rounds to 0 was not sent.
@@ -117,7 +123,7 @@ struct Momentum {
         return left;
     }
 
-    // What `send` masked returns.
+    // Undo what `send` masked.
     __device__ __forceinline__ void give_back(i64 at, int place, const Row& row) const {
 #if MASKING
         u[at] = kept[row.entry + place];

@@ -1,12 +1,14 @@
 // Narrow memory: the float32 values of a whole group <-> its bf16 or int8 codes, in one launch each way.
 //
-// The bits of thinwire/memory/storage.py. A warp takes blocks of 128 elements, four to a lane; a block never spans two slots.
+// The bits are those of thinwire/memory/storage.py. A warp takes blocks of BLOCK elements, four to a lane. A block never spans two
+// slots.
 
-#define BLOCK 128
-// Blocks that a warp has under way at once.
+// BLOCK elements share an exponent.
+static_assert(BLOCK == 4 * 32, "four to a lane");
+// Blocks that a warp loads at once.
 #define AHEAD 4
 
-// A piece of a slot that begins with a block; written by thinwire/kernels/cuda/pack.py.
+// A piece of a slot; it begins with a block.
 struct Piece {
     i64 at;     // of its first element, in the values and in the codes
     int place;  // elements of the slot that come before
@@ -14,8 +16,9 @@ struct Piece {
     int block;  // its first exponent
     int gap;    // elements behind it that belong to no slot
 };
+static_assert(LAYOUT_OF_Piece, "pack.py has another Piece");
 
-#if PACK_CODE == 1
+#if PACK_BFLOAT16
 typedef u16 Code;
 typedef ushort4 CodeQuad;
 #define LARGEST_PACKED 3.3895313892515355e38f
@@ -30,7 +33,7 @@ static __device__ __forceinline__ bool is_whole_quad(const Piece& piece, int fir
     return first + 4 <= piece.count && (piece.at & 3) == 0;
 }
 
-// In [0, 2^16): a hash of an element's bits and place.
+// A hash of an element's bits and place, in [0, 2^16).
 static __device__ __forceinline__ int noise(int bits, int place) {
     u32 mixed = (u32)bits * 2654435769u + (u32)place * 668265263u;
     mixed = (mixed ^ (u32)((int)mixed >> 15)) * 2246822507u;
@@ -51,7 +54,7 @@ static __device__ __forceinline__ void load_values(const float* flat, const Piec
 static __device__ __forceinline__ void store_codes(Code* codes, const Piece& piece, int first, const Code* code) {
     Code* at = codes + piece.at + first;
     if (is_whole_quad(piece, first)) {
-#if PACK_CODE == 1
+#if PACK_BFLOAT16
         CodeQuad quad;
         quad.x = code[0], quad.y = code[1], quad.z = code[2], quad.w = code[3];
 #else
@@ -70,7 +73,7 @@ static __device__ __forceinline__ void load_codes(const Code* codes, const Piece
     const Code* at = codes + piece.at + first;
     if (is_whole_quad(piece, first)) {
         const CodeQuad quad = *reinterpret_cast<const CodeQuad*>(at);
-#if PACK_CODE == 1
+#if PACK_BFLOAT16
         code[0] = quad.x, code[1] = quad.y, code[2] = quad.z, code[3] = quad.w;
 #else
         for (int i = 0; i < 4; ++i) code[i] = (Code)(quad >> (8 * i));
@@ -93,14 +96,14 @@ static __device__ __forceinline__ void store_values(float* flat, const Piece& pi
 
 // The codes of four elements of a block; all lanes of a warp come here together.
 static __device__ __forceinline__ void encode(const float* x, int place, Code* code, signed char* exponent, int lane) {
-#if PACK_CODE == 1
+#if PACK_BFLOAT16
     for (int i = 0; i < 4; ++i) {
         const int bits = __float_as_int(x[i]);
         code[i] = (u16)((u32)(bits + noise(bits, place + i)) >> 16);
     }
 #else
     int top = 0;
-    for (int i = 0; i < 4; ++i) top = max(top, __float_as_int(x[i]) & 0x7fffffff);
+    for (int i = 0; i < 4; ++i) top = max(top, magnitude(x[i]));
     // The smallest exponent with which nothing is above 127 = 1.984375 x 2^6.
     const int power = max(((warp_max(top) + 0x1ffff) >> 23) - 133, -126);
     const float scale = __int_as_float((127 - power) << 23);
@@ -114,7 +117,7 @@ static __device__ __forceinline__ void encode(const float* x, int place, Code* c
 }
 
 static __device__ __forceinline__ float decode(Code code, float scale) {
-#if PACK_CODE == 1
+#if PACK_BFLOAT16
     return from_bf16(code);
 #else
     return __fmul_rn((float)code, scale);
@@ -159,7 +162,7 @@ extern "C" __global__ void unpack_slots(
             for (int i = 0; i < AHEAD; ++i) {
                 const int at = first + i * BLOCK;
                 load_codes(codes, piece, at + 4 * lane, code[i]);
-#if PACK_CODE == 1
+#if PACK_BFLOAT16
                 scale[i] = 1.0f;
 #else
                 scale[i] = at < piece.count ? __int_as_float((exponents[piece.block + at / BLOCK] + 127) << 23) : 0.0f;

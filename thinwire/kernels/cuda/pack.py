@@ -1,6 +1,6 @@
-"""Narrow memory on CUDA: a whole group is packed, or unpacked, in one launch.
+"""PackKernels: narrow memory on CUDA. A whole group is packed or unpacked in one launch.
 
-Reference: `thinwire/memory/storage.py`, whose bits these are.
+Reference: `thinwire/memory/storage.py`. The bits are the same.
 """
 
 from __future__ import annotations
@@ -8,49 +8,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cuda.launch import Compiler, Kernel, compile_with_nvrtc
-from thinwire.plan.groups import Group
+from thinwire.kernels.cuda.source import Defines
+from thinwire.kernels.cuda.structs import declare, i32, i64, layout_of, make_table
+from thinwire.kernels.cuda.toolchain import toolchain_of
+from thinwire.layout import Group
 
 BLOCK = 128
 """Elements that share an exponent."""
 PIECE = 4096
-"""Elements that one block of threads takes: what its warps have under way at once."""
+"""Elements that one block of threads takes: what its warps load at once."""
 THREADS = 256
-LOOK_BLOCKS = 256
-"""Blocks of a launch that usually only looks at a flag."""
-PACK_CODES = {torch.bfloat16: 1, torch.int8: 2}
+Piece = declare("Piece", (i64, "at"), (i32, "place count block gap"))
+"""pack.cu: a part of a slot, and the gap behind it."""
+
+
+def pack_defines(codes: torch.dtype) -> Defines:
+    assert codes in (torch.bfloat16, torch.int8)
+    return (("PACK_BFLOAT16", int(codes == torch.bfloat16)), ("BLOCK", BLOCK), layout_of(Piece))
 
 
 class PackKernels:
     """The kernels of one format on one group, for float32 values in the group's layout."""
 
-    compiler: Compiler = staticmethod(compile_with_nvrtc)
-
     def __init__(self, group: Group, codes: torch.dtype) -> None:
+        self._toolchain = toolchain_of(group.device)
         self._pieces = cut_slots(group).to(group.device)
-        self._defines = (("PACK_CODE", PACK_CODES[codes]),)
+        self._defines = pack_defines(codes)
         self._always = torch.ones(1, dtype=torch.uint8, device=group.device)
 
     def pack(self, flat: Tensor, codes: Tensor, exponents: Tensor, flag: Tensor | None) -> None:
-        """Write codes and exponents; with a flag (a byte) only if that is up."""
+        """Write codes and exponents. With a flag (a byte), only if it is up."""
         self._launch("pack_slots", [flat, codes, exponents], flag)
 
     def unpack(self, codes: Tensor, exponents: Tensor, flat: Tensor, flag: Tensor | None) -> None:
-        """Write every element of `flat`, zeros between the slots; with a flag (a byte) only if that is up."""
+        """Write every element of `flat`, zeros between the slots. With a flag (a byte), only if it is up."""
         self._launch("unpack_slots", [codes, exponents, flat], flag)
 
     def _launch(self, name: str, tensors: list[Tensor], flag: Tensor | None) -> None:
         count = len(self._pieces)
         if not count:
             return
-        kernel: Kernel = self.compiler("pack.cu", name, self._defines)
-        blocks = count if flag is None else min(count, LOOK_BLOCKS)
+        kernel = self._toolchain.compile("pack.cu", name, self._defines)
+        blocks = count if flag is None else min(count, self._toolchain.tuning.look_blocks)
         looked_at = self._always if flag is None else flag
-        kernel((blocks, 1, 1), (THREADS, 1, 1), [*tensors, self._pieces, looked_at, count])
+        kernel(blocks, THREADS, [*tensors, self._pieces, looked_at, count])
 
 
 def cut_slots(group: Group) -> Tensor:
-    """int64 [pieces, 3]: struct Piece of pack.cu, two 32-bit numbers to a word."""
+    """struct Piece of every part of every slot, and of gaps."""
     tables: list[Tensor] = []
     first_blocks, block = {}, 0
     for slot in group.slots:
@@ -61,7 +66,8 @@ def cut_slots(group: Group) -> Tensor:
         places = torch.arange(0, slot.numel, PIECE)
         counts = (slot.numel - places).clamp(max=PIECE)
         blocks = first_blocks[slot] + places // BLOCK
-        tables.append(torch.stack([slot.offset + places, places | counts << 32, blocks], 1))
+        at = slot.offset + places
+        tables.append(make_table(Piece, at=at, place=places, count=counts, block=blocks))
         end = slot.offset + slot.numel
     tables.append(_gap(end, group.numel))
     return torch.cat(tables)
@@ -69,5 +75,5 @@ def cut_slots(group: Group) -> Tensor:
 
 def _gap(start: int, end: int) -> Tensor:
     """A piece of nothing but a gap, if there is one."""
-    rows = [[start, 0, (end - start) << 32]] if end > start else []
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
+    starts = torch.arange(start, end, max(1, end - start))
+    return make_table(Piece, at=starts, gap=end - start)

@@ -1,4 +1,4 @@
-"""Tables of contiguous rows for stream_rows.cu: which have a block, which a warp, and where their candidates begin."""
+"""Tables of contiguous rows of which few elements are sent (stream_rows.cu)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.select.rows import SlotRows
+from thinwire.kernels.cuda.source import Defines
+from thinwire.layout import SlotRows
 
 STREAM_WARPS = 4
-"""Warps of a block, which a long row has to itself."""
+"""Warps of a block. A long row has all of them, a short row has one."""
 SHORT = 1280
 """The longest row that one warp has."""
-ROOM = 192
+WARP_ROOM = 192
 """Candidates that a warp lists."""
+DEFINES: Defines = (("STREAM_WARPS", STREAM_WARPS), ("WARP_ROOM", WARP_ROOM))
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +26,11 @@ class RowStream:
     """Contiguous rows of which few elements are sent."""
 
     rows: Tensor
+    """struct Row"""
     guesses: Tensor
-    """int32 [rows]: the magnitude from which on elements are candidates, as bits; only speed depends on it."""
+    """int32 [rows]: the magnitude from which on elements are candidates, as bits. Only speed depends on it."""
     long_rows: int
-    """How many there are, in front, that have a block each."""
+    """How many rows, the first ones, have a block each."""
 
     @property
     def blocks(self) -> int:
@@ -39,13 +42,13 @@ def warps_of(rows: SlotRows) -> int:
 
 
 def aim_of(rows: SlotRows) -> int:
-    """Candidates that a row should have, so that chance does not make them fewer than `keep`; 0 if there is no room for them."""
+    """Candidates that a row should have: so many that chance does not leave fewer than `keep`. 0 if a block cannot list them."""
     aim = math.ceil(rows.keep + 2.5 * math.sqrt(rows.keep) + 2)
-    return aim if aim <= 3 * ROOM * warps_of(rows) // 4 else 0
+    return aim if aim <= 3 * WARP_ROOM * warps_of(rows) // 4 else 0
 
 
 def make_stream(slots: Sequence[tuple[SlotRows, Tensor]], device: torch.device) -> RowStream:
-    """`slots` come with their rows as `describe_rows` gives them. Long rows first: no block of theirs should be the last to begin."""
+    """`slots` come with their rows as `describe_rows` gives them. Long rows start first, so that none of them ends last."""
     slots = sorted(slots, key=lambda slot: -slot[0].length)
     table = torch.cat([table for _, table in slots]).to(device)
     return RowStream(

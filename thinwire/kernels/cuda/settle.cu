@@ -1,9 +1,9 @@
-// What has to be taken back: rare, so that the usual answer is one look at a flag and no traffic.
+// Entries that have to be taken back. That is rare: usually the kernels look at a flag and return.
 
 #include "momentum.cuh"
 
-// Entries of one payload return to memory: those of slots that somebody had a gradient for if the step turned bad, those of the
-// others if there are any. `warp` is one of `warps` that share the rows.
+// Return entries of one payload to memory: those of used slots (some rank had a gradient) if the step turned bad, those of the
+// other slots if there are any. `warp` is one of `warps` that share the rows.
 static __device__ __forceinline__ void return_entries(
     float* memory, const u8* payload, const Row* rows, const u8* used, bool bad, bool unused, int count, int warp, int warps,
     const Momentum& correction) {
@@ -28,7 +28,7 @@ extern "C" __global__ void give_back(
 }
 
 // What one bucket may have to take back.
-struct Book {
+struct PayloadRecord {
     float* memory;
     const u8* payload;
     const Row* rows;
@@ -38,43 +38,23 @@ struct Book {
     float* momentum;
     float* kept;
 };
+static_assert(LAYOUT_OF_PayloadRecord, "fused_topk.py has another PayloadRecord");
+static_assert(MOST_RECORDS * sizeof(PayloadRecord) <= 4000, "a kernel has 4 KB of parameters");
 
-#define MOST_BOOKS 60  // a kernel's parameters are at most 4 KB
-struct Books {
-    Book at[MOST_BOOKS];
+struct PayloadRecords {
+    PayloadRecord at[MOST_RECORDS];
 };
 
-// The same for all buckets of a step, as many blocks for each: they are many, and all of them usually only look.
-extern "C" __global__ void give_back_all(IN_PLACE Books books, const u8* bad, int blocks_each) {
-    const Book& book = books.at[blockIdx.x / blocks_each];
-    if (!*bad && !*book.unused) return;
+// All buckets of a step, `blocks_each` blocks for each.
+extern "C" __global__ void give_back_all(IN_PLACE PayloadRecords records, const u8* bad, int blocks_each) {
+    const PayloadRecord& record = records.at[blockIdx.x / blocks_each];
+    if (!*bad && !*record.unused) return;
 #if MOMENTUM
-    const Momentum correction = {book.momentum, book.kept};
+    const Momentum correction = {record.momentum, record.kept};
 #else
     const Momentum correction = {};
 #endif
     const int each = blockDim.x / 32, warp = blockIdx.x % blocks_each * each + threadIdx.x / 32;
     return_entries(
-        book.memory, book.payload, book.rows, book.used, *bad, *book.unused, (int)book.count, warp, blocks_each * each, correction);
-}
-
-// The flag goes up if a value is not finite.
-extern "C" __global__ void look(const Gradient* values, u8* flag, int count) {
-    bool bad = false;
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x)
-        bad |= (__float_as_int(to_float(values[i])) & 0x7fffffff) >= INFINITE;
-    if (bad) raise(flag);
-}
-
-// The whole bucket becomes not-a-number if the flag is up, so that every rank skips the step.
-extern "C" __global__ void poison(Gradient* bucket, const u8* flag, int count) {
-    if (*flag == 0) return;
-#if GRADIENT_CODE == 0
-    const Gradient nothing = __int_as_float(0x7fc00000);
-#elif GRADIENT_CODE == 1
-    const Gradient nothing = 0x7fc0;
-#else
-    const Gradient nothing = 0x7e00;
-#endif
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) bucket[i] = nothing;
+        record.memory, record.payload, record.rows, record.used, *bad, *record.unused, (int)record.count, warp, blocks_each * each, correction);
 }

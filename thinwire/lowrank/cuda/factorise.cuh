@@ -1,3 +1,12 @@
+// What both sources of bases share.
+
+struct Factor {
+    i64 offset;
+    int length;
+    int width;
+};
+static_assert(LAYOUT_OF_Factor, "kernels.py has another Factor");
+
 // The first warp: gram = L L^T with a ridge; the inverse of L, and what each column adds to those before it.
 // `gram` is used up. All in shared memory.
 static __device__ void factorise(double (*gram)[RANK], int width, double (*inverse)[RANK], double* added) {

@@ -1,28 +1,19 @@
 // Orthonormal bases of all factors of a group in one launch: `cholesky_orthogonalise` in thinwire/lowrank/basis.py for few columns.
 //
 // One block has one factor, so that the order of additions is fixed and every rank computes the same bits.
-//  1. Scale every column by its largest magnitude; those that are zero or not finite are replaced by spare ones.
-//  2. The Cholesky factor of X^T X shows what each column adds to those before it; one that adds nothing is replaced too.
+//  1. Scale every column by its largest magnitude. Columns that are zero or not finite are replaced by spare ones.
+//  2. The Cholesky factor of X^T X shows what each column adds to those before it. A column that adds nothing is replaced too.
 //  3. X = Q R with R from the Cholesky factor of X^T X, twice: the second time removes what rounding left over.
 // RANK is the most columns a factor has: 4 or 8. For more of them there is orthogonalise_wide.cu.
-
-// RIDGE of basis.py.
-#define RIDGE 1e-12
-
-struct Factor {
-    i64 offset;
-    int length;
-    int width;
-};
 
 #include "factorise.cuh"
 
 #define PAIRS (RANK * (RANK + 1) / 2)
-// Their sums have to fit into shared memory.
-#define THREADS (RANK > 4 ? 128 : 512)
-#define TEAMS (THREADS / 32)
+// The sums of all threads have to fit into shared memory.
+#define THREADS BASIS_THREADS
+#define WARPS (THREADS / 32)
 
-// How a row becomes numbers to work with; the same for all threads of a block.
+// How rows are read; the same for all threads of a block.
 struct Reading {
     const float* factor;
     const float* spare;
@@ -56,7 +47,7 @@ static __device__ __forceinline__ void turn_by(const double (*turn)[RANK], doubl
 // X^T X of all rows, each turned first, to `gram` in shared memory.
 static __device__ void add_up(const Reading& reading, int length, const double (*turn)[RANK], double (*gram)[RANK]) {
     // An odd number of words per thread: neighbours use different banks.
-    __shared__ double own[THREADS][PAIRS | 1], of_team[TEAMS][PAIRS];
+    __shared__ double own[THREADS][PAIRS | 1], of_warp[WARPS][PAIRS];
     double sums[PAIRS];
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) sums[pair] = 0.0;
@@ -73,17 +64,17 @@ static __device__ void add_up(const Reading& reading, int length, const double (
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) own[threadIdx.x][pair] = sums[pair];
     __syncthreads();
-    for (int i = threadIdx.x; i < TEAMS * PAIRS; i += THREADS) {
-        const int team = i / PAIRS, pair = i % PAIRS;
+    for (int i = threadIdx.x; i < WARPS * PAIRS; i += THREADS) {
+        const int warp = i / PAIRS, pair = i % PAIRS;
         double total = 0.0;
 #pragma unroll 8
-        for (int member = 0; member < 32; ++member) total += own[32 * team + member][pair];
-        of_team[team][pair] = total;
+        for (int member = 0; member < 32; ++member) total += own[32 * warp + member][pair];
+        of_warp[warp][pair] = total;
     }
     __syncthreads();
     if (threadIdx.x < PAIRS) {
         double total = 0.0;
-        for (int team = 0; team < TEAMS; ++team) total += of_team[team][threadIdx.x];
+        for (int warp = 0; warp < WARPS; ++warp) total += of_warp[warp][threadIdx.x];
         int a = 0;
         while ((a + 1) * (a + 2) / 2 <= threadIdx.x) ++a;
         gram[a][threadIdx.x - a * (a + 1) / 2] = total;
@@ -93,14 +84,14 @@ static __device__ void add_up(const Reading& reading, int length, const double (
 
 // Largest magnitudes as bits, which order like magnitudes, with infinity and NaN on top.
 static __device__ void find_largest(const float* factor, int length, int width, int* largest) {
-    __shared__ int partial[TEAMS][RANK];
+    __shared__ int partial[WARPS][RANK];
     int found[RANK];
 #pragma unroll
     for (int k = 0; k < RANK; ++k) found[k] = 0;
     for (int row = threadIdx.x; row < length; row += THREADS)
 #pragma unroll
         for (int k = 0; k < RANK; ++k)
-            if (k < width) found[k] = max(found[k], __float_as_int(factor[(i64)row * width + k]) & 0x7fffffff);
+            if (k < width) found[k] = max(found[k], magnitude(factor[(i64)row * width + k]));
 #pragma unroll
     for (int k = 0; k < RANK; ++k) {
         found[k] = warp_max(found[k]);
@@ -109,13 +100,13 @@ static __device__ void find_largest(const float* factor, int length, int width, 
     __syncthreads();
     if (threadIdx.x < RANK) {
         int top = 0;
-        for (int warp = 0; warp < TEAMS; ++warp) top = max(top, partial[warp][threadIdx.x]);
+        for (int warp = 0; warp < WARPS; ++warp) top = max(top, partial[warp][threadIdx.x]);
         largest[threadIdx.x] = top;
     }
     __syncthreads();
 }
 
-// `status` is raised if a factor is not finite, or the number at `watched` (a place in `flat`, none if below 0).
+// `status` is raised if a factor is not finite, or the number at `watched`, a place in `flat` (-1: none).
 extern "C" __global__ __launch_bounds__(THREADS) void orthogonalise(
     const float* flat, const float* spares, float* bases, const Factor* factors, u8* status, int watched) {
     __shared__ int largest[RANK];
@@ -123,7 +114,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void orthogonalise(
     const Factor mine = factors[blockIdx.x];
     Reading reading = {flat + mine.offset, spares + mine.offset, mine.width, 0, {}};
     find_largest(reading.factor, mine.length, mine.width, largest);
-    bool bad = blockIdx.x == 0 && watched >= 0 && (__float_as_int(flat[max(watched, 0)]) & 0x7fffffff) >= INFINITE;
+    bool bad = blockIdx.x == 0 && watched >= 0 && !is_finite(flat[max(watched, 0)]);
 #pragma unroll
     for (int k = 0; k < RANK; ++k) {
         reading.inverse[k] = 0.0;

@@ -1,31 +1,24 @@
-// The same as orthogonalise.cu for 16 or 32 columns (RANK), whose rows are spread over blocks.
+// As orthogonalise.cu, for factors of 16 or 32 columns (RANK). Their rows are spread over blocks.
 //
 // The host launches `add_up` and `find_turn` for each of three steps, then `turn_rows`:
 //  0. Scale every column to length 1 and find those that are zero, not finite, or add nothing to those before them.
-//  1. If there are any, the Cholesky factor with spare ones in their place.
-//  2. The same again for what this makes of the rows, which removes what rounding left over.
+//  1. If there are any, find the Cholesky factor with spare columns in their place.
+//  2. The same again for the rows that result. That removes what rounding left over.
 
-// RIDGE of basis.py.
-#define RIDGE 1e-12
-#define THREADS 256
-#define PIECE 256  // rows of a block
+// A block has PIECE rows.
+#define THREADS BASIS_THREADS
 #define STAGE 32   // rows that are in shared memory at a time
 #define SIDE 16    // threads along each side of a Gram matrix
 #define EACH (RANK / SIDE)
 #define PITCH (RANK + 1)
-// Above it a sum of squares of float32 is not finite.
+// A sum of squares of float32 above this is not finite.
 #define HUGE_SUM 1e300
-
-struct Factor {
-    i64 offset;
-    int length;
-    int width;
-};
 
 struct Piece {
     int factor;
     int row;
 };
+static_assert(LAYOUT_OF_Piece, "kernels.py has another Piece");
 
 // What is known of a factor so far.
 struct State {
@@ -34,6 +27,7 @@ struct State {
     int replaces;             // whether there are spare ones
     int unused;
 };
+static_assert(sizeof(State) == STATE_WORDS * sizeof(double), "kernels.py makes room for another State");
 
 #include "factorise.cuh"
 
@@ -95,7 +89,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void add_up(
     for (int i = 0; i < EACH * EACH; ++i) part[(a + i / EACH) * RANK + b + i % EACH] = sums[i / EACH][i % EACH];
 }
 
-// What the parts of a step tell; `status` is raised as in the other kernel. The parts of factor f are firsts[f] to firsts[f + 1].
+// Add up the parts of a step: factor f has parts firsts[f] to firsts[f + 1]. `status` is raised as in orthogonalise.cu.
 extern "C" __global__ __launch_bounds__(THREADS) void find_turn(
     const float* flat, const Factor* factors, const int* firsts, const double* parts, State* states, u8* status, int watched, int step) {
     __shared__ double gram[RANK][RANK], inverse[RANK][RANK], before[RANK][RANK], added[RANK], scale[RANK];
@@ -115,10 +109,10 @@ extern "C" __global__ __launch_bounds__(THREADS) void find_turn(
             if (!(squares < HUGE_SUM)) raise(status);
             scale[threadIdx.x] = squares > 0.0 && squares < HUGE_SUM ? 1.0 / sqrt(squares) : 0.0;
         }
-        if (blockIdx.x == 0 && threadIdx.x == 0 && watched >= 0 && (__float_as_int(flat[watched]) & 0x7fffffff) >= INFINITE)
+        if (blockIdx.x == 0 && threadIdx.x == 0 && watched >= 0 && !is_finite(flat[watched]))
             raise(status);
         __syncthreads();
-        // A spare column comes later; until then it stands for itself.
+        // A dead column counts as a unit vector until a spare one takes its place.
         for (int i = threadIdx.x; i < width * width; i += THREADS) {
             const int a = i / width, b = i % width;
             const bool alive = scale[a] != 0.0 && scale[b] != 0.0;

@@ -9,15 +9,14 @@
 //   settle             the verdict: what was sent leaves memory, or comes back
 // FRESH: the gradient joins memory on the way, and flags are raised. RANK is the most columns a factor has: 4, 8, 16 or 32.
 
-#define WARPS 8
+// A block has WARPS warps; a tile has CHUNK rows and SPAN columns. A line of more than WIDE numbers does not fit into registers.
 #define THREADS (32 * WARPS)
-#define CHUNK 128  // rows of a tile
-#define SPAN 128   // columns of a tile: four per lane
-#define DEPTH 4    // rows that a lane has under way: more would cost registers that keep other warps out
+static_assert(SPAN == 4 * 32, "four columns per lane");
+#define DEPTH 4  // rows that a lane loads at once; more would cost registers, and other warps their place
 #define QUADS (RANK / 4)
 // Rows that a warp takes at a time, and warps of a block, in project_rows.
-#define LINES (RANK > 8 ? 4 : 32 / RANK)
-#define ROW_WARPS (RANK > 8 ? 4 : WARPS)
+#define LINES (RANK > WIDE ? WIDE_LINES : 32 / RANK)
+#define ROW_WARPS (RANK > WIDE ? WIDE_WARPS : WARPS)
 
 // Written by thinwire/lowrank/cuda/tables.py.
 struct Matrix {
@@ -35,16 +34,19 @@ struct Matrix {
     int lined;   // 1: lines of the known factor are RANK long and aligned
     int unused;
 };
+static_assert(LAYOUT_OF_Matrix, "tables.py has another Matrix");
 
 struct Tile {
     int matrix;
     int row;
-    int column;  // project_rows up to rank 8: warps that share a row
+    int column;  // project_rows up to rank WIDE: warps that share a row
 };
+static_assert(LAYOUT_OF_Tile, "tables.py has another Tile");
 
 // Where a kernel works; the same for all threads of a block.
 struct Work {
     const Gradient* bucket;
+    const float* before;  // what memory held; the same buffer where it is changed in place, or not at all
     float* memory;
     const float* known;
     float ratio;
@@ -65,8 +67,6 @@ struct FourGradients {
 struct Line {
     float4 quads[QUADS];
 };
-
-static __device__ __forceinline__ bool is_finite(float x) { return (__float_as_int(x) & 0x7fffffff) < INFINITE; }
 
 // Up to four neighbours; beyond `count` zeros.
 static __device__ __forceinline__ Four load(const float* from, int vector, int count) {
@@ -156,8 +156,9 @@ static __device__ __forceinline__ void take(const Work& work, int row, int colum
     const Matrix& matrix = work.matrix;
     const int count = matrix.columns - column, rows = count > 0 ? matrix.rows - row : 0;
     const i64 first = (i64)row * matrix.columns + column;
-    float* held = work.memory + matrix.memory + first;
+    const float* held = work.before + matrix.memory + first;
 #if FRESH
+    float* now = work.memory + matrix.memory + first;
     const Gradient* fresh = work.bucket + matrix.gradient + first;
     FourGradients gradients[DEPTH];
 #endif
@@ -179,7 +180,7 @@ static __device__ __forceinline__ void take(const Work& work, int row, int colum
         if (i < rows) {
 #pragma unroll
             for (int j = 0; j < 4; ++j) c[i].at[j] = compensate(gradients[i].at[j], c[i].at[j], work.ratio, had, bad);
-            store(held + (i64)i * matrix.columns, c[i], VECTOR, count);
+            store(now + (i64)i * matrix.columns, c[i], VECTOR, count);
         }
 #endif
 }
@@ -197,7 +198,7 @@ static __device__ __forceinline__ void raise_flags(float* flags, int slots, int 
 
 // -- what travels -----------------------------------------------------------------------------------------------------
 
-#if RANK <= 8
+#if RANK <= WIDE
 
 // The products of LINES rows from `first` on with the columns of one lane; lines of the basis stay in registers.
 template <bool VECTOR>
@@ -230,7 +231,7 @@ static __device__ __forceinline__ void multiply_rows(
 
 #else
 
-// The same where lines are too long for registers: all warps go along the row together, and the basis goes through shared memory.
+// The same if lines are too long for registers. All warps go along the row together, and the basis goes through shared memory.
 template <bool VECTOR>
 static __device__ __forceinline__ void multiply_rows(
     const Work& work, int first, float4 (*basis)[33], Line* sums, bool& had, bool& bad) {
@@ -261,19 +262,19 @@ static __device__ __forceinline__ void multiply_rows(
 #endif
 
 extern "C" __global__ __launch_bounds__(32 * ROW_WARPS) void project_rows(
-    const Gradient* bucket, float* memory, const float* known, float* sent, float* flags, const float* scale, const Matrix* matrices,
-    const Tile* tiles, int slots) {
+    const Gradient* bucket, const float* before, float* memory, const float* known, float* sent, float* flags,
+    const float* scale, const Matrix* matrices, const Tile* tiles, int slots) {
     // One more than the lanes: neighbours use different banks.
     __shared__ float own[ROW_WARPS][32][33], partial[ROW_WARPS][32];
     const Tile tile = tiles[blockIdx.x];
     const Matrix matrix = matrices[tile.matrix];
-    const Work work = {bucket, memory, known, *scale, matrix};
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, warps = RANK > 8 ? 1 : tile.column, member = warp % warps;
+    const Work work = {bucket, before, memory, known, *scale, matrix};
+    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, warps = RANK > WIDE ? 1 : tile.column, member = warp % warps;
     const int first = tile.row + warp / warps * LINES;
     bool had = false, bad = false;
     Line sums[LINES];
     clear(sums, LINES);
-#if RANK <= 8
+#if RANK <= WIDE
     const int column = 4 * (32 * member + lane);
     if (matrix.vector)
         multiply_rows<true>(work, first, column, SPAN * warps, sums, had, bad);
@@ -293,7 +294,7 @@ extern "C" __global__ __launch_bounds__(32 * ROW_WARPS) void project_rows(
         for (int i = 0; i < 32; ++i)
             own[warp][i][lane] = pick(sums[(round + i) / RANK].quads[(round + i) % RANK / 4], i % 4);
         __syncwarp();
-        // Lane i adds up number i of all lanes, the first warp of a team those of all its warps.
+        // Lane i adds up number i of all lanes; the first of the warps that share a row adds up those of the others.
         float total = 0.0f;
 #pragma unroll
         for (int other = 0; other < 32; ++other) total += own[warp][lane][other];
@@ -331,13 +332,13 @@ static __device__ __forceinline__ void multiply_columns(
 }
 
 extern "C" __global__ __launch_bounds__(THREADS) void project_columns(
-    const Gradient* bucket, float* memory, const float* known, float* parts, float* flags, const float* scale, const Matrix* matrices,
-    const Tile* tiles, int slots) {
+    const Gradient* bucket, const float* before, float* memory, const float* known, float* parts, float* flags,
+    const float* scale, const Matrix* matrices, const Tile* tiles, int slots) {
     __shared__ Line lines[CHUNK];
     __shared__ float partial[WARPS][16][32];
     const Tile tile = tiles[blockIdx.x];
     const Matrix matrix = matrices[tile.matrix];
-    const Work work = {bucket, memory, known, *scale, matrix};
+    const Work work = {bucket, before, memory, known, *scale, matrix};
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, column = tile.column + 4 * lane;
     bool had = false, bad = false;
     for (int i = threadIdx.x; i < CHUNK; i += THREADS)
@@ -441,8 +442,8 @@ static __device__ __forceinline__ void exchange(float* here, float* there, i64 f
     }
 }
 
-// The verdict on a step: what this rank sent leaves memory and the renewed bases take the place of the old ones, which are kept in
-// `renewed`. With `again` the other way round, if the step has turned bad since `before`. What is not finite does not stay.
+// The verdict on a step. If it is good, what this rank sent leaves memory, and old and renewed bases swap. With `again` the other way
+// round, if the step has turned bad since `before`. What is not finite becomes 0.
 extern "C" __global__ __launch_bounds__(THREADS) void settle(
     float* memory, const float* sent, const float* known, float* bases, float* renewed, const float* had, const u8* bad_now,
     const u8* before, const Matrix* matrices, const Tile* tiles, int again) {

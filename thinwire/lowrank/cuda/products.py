@@ -8,45 +8,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.compress.base import BUCKET_ALIGNMENT, Terms
 from thinwire.exchange.base import Outcome
+from thinwire.layout import Group
 from thinwire.lowrank.account import LowRankAccount, Sent
 from thinwire.lowrank.batches import MatrixBatch
 from thinwire.lowrank.cuda.group import GroupKernels
 from thinwire.lowrank.cuda.kernels import has_products
-from thinwire.lowrank.cuda.tables import Tables, is_turned
+from thinwire.lowrank.cuda.tables import LowRankTables, is_turned
 from thinwire.lowrank.layout import FactorLayout, Factors
 from thinwire.lowrank.memory import LowRankMemory
 from thinwire.lowrank.products import Products
 from thinwire.lowrank.summing import Summed
-from thinwire.plan.groups import Group
+from thinwire.memory.store import Buffers
 
-ALIGNMENT = 16
-"""Bytes to which a bucket's address has to be a multiple."""
 LARGEST = 2**27
-"""Rows or columns; the numbers of a factor are counted by 32 bits."""
+"""Rows or columns: kernels count the numbers of a factor with 32 bits."""
 
 
-def can_multiply(
-    batches: Sequence[MatrixBatch], group: Group, rank: int, gradient_dtype: torch.dtype
-) -> bool:
-    """Whether the kernels can do what torch does with these matrices."""
-    return (
-        group.dtype == torch.float32
-        and all(
-            is_turned(batch.shape) is not None
-            and max(batch.shape.rows, batch.shape.columns) < LARGEST
-            for batch in batches
-        )
-        and has_products(group.device, rank, gradient_dtype)
-    )
+def reason_against(
+    batches: Sequence[MatrixBatch], group: Group, rank: int, terms: Terms
+) -> str | None:
+    """Why the kernels cannot do what torch does with these matrices, as a sentence; None if they can."""
+    if not terms.aligned:
+        return f"the kernels read buckets that begin at a multiple of {BUCKET_ALIGNMENT} bytes"
+    if group.dtype != torch.float32:
+        return f"the kernels do not multiply {group.dtype}"
+    for shape in (batch.shape for batch in batches):
+        if is_turned(shape) is None or max(shape.rows, shape.columns) >= LARGEST:
+            return f"the kernels do not know matrices that lie as these of {shape.rows} x {shape.columns}"
+    if not has_products(group.device, rank, terms.gradient_dtype):
+        return f"there are no kernels for rank {rank} and {terms.gradient_dtype} on {group.device}"
+    return None
 
 
 @dataclass(eq=False)
 class KernelSent(Sent):
-    """Settled by one launch, in place: the bases and those they take the place of change places."""
+    """Settled by one launch, in place: new and old bases swap contents."""
 
     kernels: GroupKernels | None = None
-    tables: Tables | None = None
+    tables: LowRankTables | None = None
 
     def settle(self, c: Tensor, bad: Tensor, before: Tensor | None) -> None:
         assert self.kernels is not None and self.tables is not None
@@ -75,15 +76,15 @@ class KernelProducts(Products):
         kernels: GroupKernels,
         group: Group,
         bucket_flat: Tensor,
-        ratio: Tensor | None,
+        buffers: Buffers,
         world: int,
     ) -> None:
         super().__init__(account, memory, len(group.slots), world)
         self.kernels = kernels
         self.group = group
         self.bucket_flat = bucket_flat
-        self.ratio = ratio
-        """What memory has to be multiplied with to be in the gradient's units."""
+        self.buffers = buffers
+        """What memory held before the step, and where it goes on."""
         self._status: Tensor | None = None
         """bool []: something that was received or computed is not finite."""
 
@@ -101,8 +102,9 @@ class KernelProducts(Products):
             known.flat,
             buffer,
             bucket=self.bucket_flat,
+            held=self.buffers.held,
             flags=buffer[sent.numel :],
-            ratio=self.ratio,
+            ratio=self.buffers.ratio,
         )
         return buffer
 

@@ -1,33 +1,37 @@
-"""The tables that tell the CUDA kernels where every matrix of a group lies, and its factors; written once per layout."""
+"""Tables that tell the kernels where the matrices of a group and their factors lie. They are made once per layout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from thinwire.kernels.cuda.structs import make_rows, make_table
+from thinwire.layout import Group
 from thinwire.lowrank.batches import MatrixBatch
-from thinwire.lowrank.cuda.kernels import WARP, WIDE
+from thinwire.lowrank.cuda.kernels import (
+    CHUNK,
+    SPAN,
+    THREADS,
+    WARP,
+    WARPS,
+    WIDE,
+    WIDE_LINES,
+    WIDE_WARPS,
+    Matrix,
+    Tile,
+)
 from thinwire.lowrank.layout import FactorLayout
 from thinwire.lowrank.matrices import Matrices
-from thinwire.plan.groups import Group
 
-WARPS = 8
-CHUNK = 128
-"""Rows of a tile."""
-SPAN = 128
-"""Columns of a tile."""
-THREADS = WARP * WARPS
 QUAD = 4
-WIDE_WARPS = 4
-WIDE_LINES = 4
 
 
 @dataclass(frozen=True)
 class Placed:
-    """One matrix as struct Matrix of products.cu has it: offsets of elements, rows and columns as they lie in memory."""
+    """One matrix: offsets of elements, rows and columns as they lie in memory. Names are those of struct Matrix."""
 
     gradient: int
     memory: int
@@ -40,28 +44,19 @@ class Placed:
     slot: int
     by_rows: bool
 
-    def words(self, lines: int) -> list[int]:
-        """int64; two 32-bit numbers to a word. `lines` is how long the kernels take a line of a factor to be."""
+    def fields(self, lines: int) -> dict[str, int]:
+        """struct Matrix; `lines` is how long the kernels take a line of a factor to be."""
         aligned = not (self.columns % QUAD or self.gradient % QUAD or self.memory % QUAD)
         lined = self.width == lines and not self.known % QUAD
-        return [
-            self.gradient,
-            self.memory,
-            self.sent,
-            self.known,
-            self.parts,
-            self.rows | self.columns << 32,
-            self.width | self.slot << 32,
-            int(self.by_rows) | int(aligned) << 32,
-            int(lined),
-        ]
+        return {**asdict(self), "vector": aligned, "lined": lined}
 
 
 @dataclass(frozen=True, eq=False)
-class Tables:
-    """What is sent in one sum: all matrices, and the tiles that one block each takes, int32 [tiles, 3]."""
+class LowRankTables:
+    """What is sent in one sum: all matrices, and their tiles (struct Tile), a block for each."""
 
     matrices: Tensor
+    """struct Matrix"""
     row_tiles: Tensor
     """Of matrices whose factor has a line per row: (matrix, first row, warps that share a row if lines are short)."""
     column_tiles: Tensor
@@ -75,7 +70,7 @@ class Tables:
 
 
 def is_turned(shape: Matrices) -> bool | None:
-    """Whether columns are contiguous instead of rows; None if neither are."""
+    """Whether columns are contiguous instead of rows. None if neither are."""
     _, row, column = shape.strides
     if (column == 1 or shape.columns == 1) and (row == shape.columns or shape.rows == 1):
         return False
@@ -84,28 +79,28 @@ def is_turned(shape: Matrices) -> bool | None:
     return None
 
 
-def make_tables(group: Group, sent: FactorLayout, known: FactorLayout, lines: int) -> Tables:
+def make_tables(group: Group, sent: FactorLayout, known: FactorLayout, lines: int) -> LowRankTables:
     """`known` holds the other factor of every matrix; both are cut into the same batches."""
     placed = place_matrices(group, sent, known)
     row_tiles, column_tiles, part_tiles, tiles = [], [], [], []
-    for which, one in enumerate(placed):
+    for index, one in enumerate(placed):
         cut = [
-            (which, row, column)
+            (index, row, column)
             for row in range(0, one.rows, CHUNK)
             for column in range(0, one.columns, SPAN)
         ]
         tiles += cut
         if one.by_rows:
-            team = team_of(one.columns)
-            step = WARP // lines * (WARPS // team) if lines <= WIDE else WIDE_LINES * WIDE_WARPS
-            row_tiles += [(which, row, team) for row in range(0, one.rows, step)]
+            warps = warps_of(one.columns)
+            step = WARP // lines * (WARPS // warps) if lines <= WIDE else WIDE_LINES * WIDE_WARPS
+            row_tiles += [(index, row, warps) for row in range(0, one.rows, step)]
         else:
             column_tiles += cut
             numbers = one.columns * one.width
-            part_tiles += [(which, number, 0) for number in range(0, numbers, THREADS)]
-    words = torch.tensor([one.words(lines) for one in placed])
-    return Tables(
-        matrices=words.to(group.device),
+            part_tiles += [(index, number, 0) for number in range(0, numbers, THREADS)]
+    matrices = make_rows(Matrix, [one.fields(lines) for one in placed])
+    return LowRankTables(
+        matrices=matrices.to(group.device),
         row_tiles=_tiles(row_tiles, group),
         column_tiles=_tiles(column_tiles, group),
         part_tiles=_tiles(part_tiles, group),
@@ -114,16 +109,17 @@ def make_tables(group: Group, sent: FactorLayout, known: FactorLayout, lines: in
     )
 
 
-def team_of(columns: int) -> int:
-    """How many warps share a row, so that a lane has about two times four columns of it."""
-    team = 1
-    while team < WARPS and 2 * SPAN * team < columns:
-        team *= 2
-    return team
+def warps_of(columns: int) -> int:
+    """How many warps share a row: so many that a lane has about eight columns of it."""
+    warps = 1
+    while warps < WARPS and 2 * SPAN * warps < columns:
+        warps *= 2
+    return warps
 
 
 def _tiles(found: Sequence[tuple[int, int, int]], group: Group) -> Tensor:
-    return torch.tensor(found, dtype=torch.int32).reshape(-1, 3).to(group.device)
+    matrix, row, column = torch.tensor(found, dtype=torch.int64).reshape(-1, 3).unbind(1)
+    return make_table(Tile, matrix=matrix, row=row, column=column).to(group.device)
 
 
 def _parts(one: Placed) -> int:

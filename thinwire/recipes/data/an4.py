@@ -12,17 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.recipes.data.source import Source, damaged, locate, reading
+from thinwire.recipes.data.source import damaged, locate, reading
 from thinwire.recipes.data.synthetic import make_speech
 from thinwire.recipes.data.utterances import Utterances
 from thinwire.recipes.examples import Data, DataOptions
 from thinwire.recipes.objectives.speech import Speech
 
-AN4 = Source(
-    name="AN4",
-    layouts={"features": ("an4/*.npz",)},
-    obtain="features of the recordings at www.speech.cs.cmu.edu/databases/an4, see docs/data.md",
-)
 ALPHABET = "_'ABCDEFGHIJKLMNOPQRSTUVWXYZ "
 """The blank first, as in the published job."""
 SPECTROGRAM = 161
@@ -41,7 +36,7 @@ def load(options: DataOptions) -> Data:
         return make_speech(
             Speech(features=SPECTROGRAM, alphabet=ALPHABET), FRAMES, LETTERS, options
         )
-    (path,) = locate(AN4, options).paths
+    (path,) = locate("an4", options).paths
     with reading(path, "a file of AN4 features"), np.load(path, allow_pickle=False) as arrays:
         train, test = (read_part(path, arrays, part) for part in ("train", "test"))
     if train.frames.shape[1] != test.frames.shape[1]:

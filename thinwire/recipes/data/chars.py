@@ -8,23 +8,12 @@ from pathlib import Path
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.recipes.data.source import DATA_VARIABLE, Remote, Source, find, locate, reading
+from thinwire.recipes.data.source import DATA_VARIABLE, SOURCES, find, locate, reading
 from thinwire.recipes.data.streams import Streams, WholeText
 from thinwire.recipes.data.synthetic import make_tokens
 from thinwire.recipes.examples import Data, DataOptions
 from thinwire.recipes.objectives.tokens import Tokens
 
-SHAKESPEARE = Source(
-    name="tiny Shakespeare",
-    layouts={"text": ("tinyshakespeare/input.txt",)},
-    remotes=(
-        Remote(
-            url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-            path="tinyshakespeare/input.txt",
-            checksum="sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-        ),
-    ),
-)
 WINDOW = 128
 TINY_WINDOW = 32
 SYNTHETIC_CHARACTERS = 65
@@ -60,7 +49,7 @@ def read_text(options: DataOptions) -> str:
     if place is not None and place.is_file():
         path = place
     elif options.download or (place is not None and is_wanted(place)):
-        (path,) = locate(SHAKESPEARE, options).paths
+        (path,) = locate("tiny-shakespeare", options).paths
     else:
         return read_documentation()
     with reading(path, "text in UTF-8"):
@@ -69,7 +58,7 @@ def read_text(options: DataOptions) -> str:
 
 def is_wanted(place: Path) -> bool:
     """Whether tiny Shakespeare is to be read from there; a place that does not exist is somebody's mistake, not a no."""
-    return not place.exists() or find(SHAKESPEARE, place) is not None
+    return not place.exists() or find(SOURCES["tiny-shakespeare"], place) is not None
 
 
 def read_documentation() -> str:

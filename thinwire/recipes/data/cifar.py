@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.recipes.data.pickled import read_batch
 from thinwire.recipes.data.pixels import Normalisation, Pixels
-from thinwire.recipes.data.source import Remote, Source, damaged, locate, reading
+from thinwire.recipes.data.source import damaged, locate, reading
 from thinwire.recipes.data.synthetic import make_images
 from thinwire.recipes.examples import Data, DataOptions
 from thinwire.recipes.objectives.images import Images
@@ -21,14 +21,14 @@ from thinwire.recipes.objectives.images import Images
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
 PADDING = 4
-SITE = "https://www.cs.toronto.edu/~kriz"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variety:
     """What tells the two sets apart."""
 
-    source: Source
+    source: str
+    """Its name among the sources."""
     kind: Images
     label_key: bytes
     """In the pickles."""
@@ -38,61 +38,19 @@ class Variety:
 
 
 CIFAR10 = Variety(
-    source=Source(
-        name="CIFAR-10",
-        layouts={
-            "python": (
-                *(f"cifar-10-batches-py/data_batch_{i}" for i in range(1, 6)),
-                "cifar-10-batches-py/test_batch",
-            ),
-            "binary": (
-                *(f"cifar-10-batches-bin/data_batch_{i}.bin" for i in range(1, 6)),
-                "cifar-10-batches-bin/test_batch.bin",
-            ),
-        },
-        remotes=(
-            Remote(
-                url=f"{SITE}/cifar-10-binary.tar.gz",
-                path="cifar-10-binary.tar.gz",
-                checksum="md5:c32a1d4ab5d03f1284b67883e8d87530",
-                unpack=True,
-            ),
-        ),
-    ),
+    source="cifar-10",
     kind=Images(channels=3, height=32, width=32, classes=10),
     label_key=b"labels",
     label_bytes=1,
     normalisation=Normalisation.of([0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]),
 )
 CIFAR100 = Variety(
-    source=Source(
-        name="CIFAR-100",
-        layouts={
-            "python": ("cifar-100-python/train", "cifar-100-python/test"),
-            "binary": ("cifar-100-binary/train.bin", "cifar-100-binary/test.bin"),
-        },
-        remotes=(
-            Remote(
-                url=f"{SITE}/cifar-100-binary.tar.gz",
-                path="cifar-100-binary.tar.gz",
-                checksum="md5:03b5dce01913d631647c71ecec9e9cb8",
-                unpack=True,
-            ),
-        ),
-    ),
+    source="cifar-100",
     kind=Images(channels=3, height=32, width=32, classes=100),
     label_key=b"fine_labels",
     label_bytes=2,
     normalisation=Normalisation.of([0.5071, 0.4865, 0.4409], [0.2673, 0.2564, 0.2762]),
 )
-
-
-def load_cifar10(options: DataOptions) -> Data:
-    return load(CIFAR10, options)
-
-
-def load_cifar100(options: DataOptions) -> Data:
-    return load(CIFAR100, options)
 
 
 def load(variety: Variety, options: DataOptions) -> Data:
@@ -102,10 +60,12 @@ def load(variety: Variety, options: DataOptions) -> Data:
     read = read_python if found.layout == "python" else read_binary
     *train, test = (read(path, variety) for path in found.paths)
     return Data(
-        variety.kind,
-        join(train, variety, padding=PADDING, flip=True),
-        join([test], variety),
+        variety.kind, join(train, variety, padding=PADDING, flip=True), join([test], variety)
     )
+
+
+load_cifar10 = partial(load, CIFAR10)
+load_cifar100 = partial(load, CIFAR100)
 
 
 def join(
@@ -135,37 +95,17 @@ def read_binary(path: Path, variety: Variety) -> tuple[Tensor, Tensor]:
 def read_python(path: Path, variety: Variety) -> tuple[Tensor, Tensor]:
     """Pixels [N, 3072] and labels [N] of a pickled dictionary."""
     with reading(path, "a pickled CIFAR batch"), path.open("rb") as file:
-        content = ArrayUnpickler(file, encoding="bytes").load()
-        pixels = torch.from_numpy(np.ascontiguousarray(content[b"data"], np.uint8))
-        labels = torch.tensor(content[variety.label_key])
+        content = read_batch(file)
+        pixels = torch.from_numpy(np.array(content[b"data"].values))
+        labels = torch.tensor(content[variety.label_key], dtype=torch.int64)
     return checked(path, variety, pixels, labels)
 
 
 def checked(path: Path, variety: Variety, pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if pixels.shape != (len(labels), PIXELS):
         raise damaged(path, f"it holds {list(pixels.shape)} pixels for {len(labels)} labels")
+    if not len(labels) or labels.min() < 0:
+        raise damaged(path, "it must hold labels of 0 or more")
     if labels.max() >= variety.kind.classes:
         raise damaged(path, f"label {int(labels.max())} is not below {variety.kind.classes}")
     return pixels, labels
-
-
-class ArrayUnpickler(pickle.Unpickler):
-    """Dictionaries, lists, numbers and numpy arrays, and nothing that could run code."""
-
-    ALLOWED = frozenset(
-        {
-            ("numpy", "dtype"),
-            ("numpy", "ndarray"),
-            ("numpy.core.multiarray", "_reconstruct"),
-            ("numpy._core.multiarray", "_reconstruct"),
-            ("_codecs", "encode"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch needs")
-        if name == "_reconstruct":
-            # It moves between versions of numpy, and warns in its old home.
-            return np.empty(0).__reduce__()[0]
-        return super().find_class(module, name)

@@ -17,16 +17,11 @@ from torch import Tensor
 
 from thinwire.errors import UsageError
 from thinwire.recipes.data.pixels import Normalisation
-from thinwire.recipes.data.source import Source, damaged, locate, reading
+from thinwire.recipes.data.source import damaged, locate, reading
 from thinwire.recipes.data.synthetic import make_images
 from thinwire.recipes.examples import Batch, Data, DataOptions, Examples
 from thinwire.recipes.objectives.images import Images
 
-IMAGENET = Source(
-    name="ImageNet",
-    layouts={"folders": ("imagenet/train", "imagenet/val")},
-    obtain="a folder of images per class in each; the archives are at image-net.org",
-)
 CLASSES = 1000
 SIZE = 224
 TINY_SIZE = 32
@@ -48,7 +43,7 @@ def load(options: DataOptions) -> Data:
         kind = Images(channels=3, height=size, width=size, classes=classes)
         return make_images(kind, NORMALISATION, options, flip=True)
     check_pillow()
-    train_folder, test_folder = locate(IMAGENET, options).paths
+    train_folder, test_folder = locate("imagenet", options).paths
     classes_found = list_classes(train_folder)
     train, test = (
         list_images(folder, classes_found, size) for folder in (train_folder, test_folder)

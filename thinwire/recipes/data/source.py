@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
+import re
 import struct
 import zipfile
 import zlib
@@ -11,9 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from thinwire.errors import UsageError
 from thinwire.recipes.examples import DataOptions
+from thinwire.tools.settings.sections import read_file
 
 DATA_VARIABLE = "THINWIRE_DATA"
 NAMED_FILES = 3
@@ -26,6 +30,10 @@ UNREADABLE = (
     LookupError,
     TypeError,
     AttributeError,
+    # Torch's word for a shape that does not fit, and Python's for what is too deep.
+    RuntimeError,
+    OverflowError,
+    MemoryError,
     struct.error,
     zlib.error,
     zipfile.BadZipFile,
@@ -72,8 +80,34 @@ class Found:
     paths: tuple[Path, ...]
 
 
-def locate(source: Source, options: DataOptions) -> Found:
-    """The files of a source, fetched first if they are missing and the user said so."""
+def read_source(values: Mapping[str, Any]) -> Source:
+    """A source as it stands in sources.toml."""
+    layouts = {
+        name: tuple(path for pattern in patterns for path in expand_braces(pattern))
+        for name, patterns in values["layouts"].items()
+    }
+    remotes = tuple(Remote(**remote) for remote in values.get("remotes", ()))
+    return Source(
+        name=values["name"], layouts=layouts, remotes=remotes, obtain=values.get("obtain", "")
+    )
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """ "a{b,c}" is "ab" and "ac", as in a shell."""
+    parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
+    return ["".join(choice) for choice in itertools.product(*parts)]
+
+
+SOURCES = {
+    name: read_source(values)
+    for name, values in read_file(Path(__file__).with_name("sources.toml")).items()
+}
+
+
+def locate(source: Source | str, options: DataOptions) -> Found:
+    """The files of a source, or of the one of that name, fetched first if they are missing and the user said so."""
+    if isinstance(source, str):
+        source = SOURCES[source]
     folder = find_folder(source, options)
     found = find(source, folder)
     if found is None and options.download and source.remotes:
@@ -141,13 +175,13 @@ def describe_missing(source: Source, folder: Path) -> str:
         ),
         key=len,
     )
-    which = "is" if len(missing) == 1 else "are"
-    place = f"put {'it' if len(missing) == 1 else 'them'} there"
+    one = len(missing) == 1
+    place = f"put {'it' if one else 'them'} there"
     if source.obtain:
         place += f" ({source.obtain})"
     ways = [place, "fetch the set with --download"] if source.remotes else [place]
     return (
-        f"{source.name} is not complete in {folder}: {name_some(missing)} {which} missing; "
+        f"{source.name} is not complete in {folder}: {name_some(missing)} {'is' if one else 'are'} missing; "
         f"{', '.join(ways)} or use --synthetic"
     )
 

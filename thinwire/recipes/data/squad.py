@@ -14,32 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from thinwire.recipes.data.groups import Groups
-from thinwire.recipes.data.source import Remote, Source, damaged, locate, reading
+from thinwire.recipes.data.source import damaged, locate, reading
 from thinwire.recipes.data.synthetic import TINY_VOCABULARY, make_questions
-from thinwire.recipes.data.vocabularies import BERT_PIECES, BERT_VOCABULARY, read_word_pieces
+from thinwire.recipes.data.vocabularies import BERT_VOCABULARY, read_word_pieces
 from thinwire.recipes.examples import Batch, Data, DataOptions
 from thinwire.recipes.objectives.questions import NOT_CONTEXT, Questions, Reference
-
-SITE = "https://rajpurkar.github.io/SQuAD-explorer/dataset"
-SQUAD = Source(
-    name="SQuAD v1.1",
-    layouts={
-        "official": ("squad-v1.1/train-v1.1.json", "squad-v1.1/dev-v1.1.json"),
-        "part": ("squad-v1.1/train-v1.1.*.json", "squad-v1.1/dev-v1.1.*.json"),
-    },
-    remotes=(
-        Remote(
-            url=f"{SITE}/train-v1.1.json",
-            path="squad-v1.1/train-v1.1.json",
-            checksum="md5:981b29407e0affa3b1b156f72073b945",
-        ),
-        Remote(
-            url=f"{SITE}/dev-v1.1.json",
-            path="squad-v1.1/dev-v1.1.json",
-            checksum="md5:3e85deb501d4e538b6bc56f786231552",
-        ),
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +69,8 @@ def load(options: DataOptions) -> Data:
     if options.synthetic:
         vocabulary = TINY_VOCABULARY if options.tiny else BERT_VOCABULARY
         return make_questions(vocabulary, cut.length, options)
-    train_path, test_path = locate(SQUAD, options).paths
-    (vocabulary_path,) = locate(BERT_PIECES, options).paths
+    train_path, test_path = locate("squad", options).paths
+    (vocabulary_path,) = locate("bert-vocabulary", options).paths
     tokenizer = read_word_pieces(vocabulary_path)
     train, test = (Paper(path, tokenizer, cut) for path in (train_path, test_path))
     every_window = torch.arange(len(train.windows) + 1)

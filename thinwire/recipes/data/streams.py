@@ -1,8 +1,8 @@
 """Streams: a long text as one row of tokens, cut into windows for language models.
 
-A recurrent model that carries its state from step to step needs windows that follow each other, so the text is cut into
-as many streams as there are examples in a step, and every step takes the next window of each. A model that forgets
-is better served with windows in random order (`Windows`).
+A recurrent model carries its state from step to step, so its windows must follow each other. The text is cut into as many streams as
+there are examples in a step, and every step takes the next window of each. A model that forgets is better served with windows
+in random order (`Windows`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def cut(tokens: Tensor, starts: Tensor, size: int) -> Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Streams(Examples):
-    """Tokens [N] to learn from; a place is where a window of `length` begins."""
+class Text(Examples):
+    """Tokens [N], read in windows of `length`."""
 
     tokens: Tensor
     length: int
@@ -35,6 +35,13 @@ class Streams(Examples):
     def __len__(self) -> int:
         """Whole windows."""
         return (len(self.tokens) - 1) // self.length
+
+    def to(self, device: torch.device) -> Text:
+        return replace(self, tokens=self.tokens.to(device))
+
+
+class Streams(Text):
+    """A text to learn from; a place is where a window begins."""
 
     def batch(self, index: Tensor, generator: torch.Generator | None) -> Batch:
         return cut(self.tokens, index, self.length)
@@ -51,16 +58,9 @@ class Streams(Examples):
         starts = (rank * batch_size + torch.arange(batch_size)) * stream
         return [starts + step * self.length for step in range(steps)]
 
-    def to(self, device: torch.device) -> Streams:
-        return replace(self, tokens=self.tokens.to(device))
 
-
-@dataclass(frozen=True, kw_only=True)
-class WholeText(Examples):
-    """Tokens [N] to test on, from beginning to end; at most TEST_STREAMS - 1 tokens at the very end are left out."""
-
-    tokens: Tensor
-    length: int
+class WholeText(Text):
+    """A text to test on, from beginning to end; at most TEST_STREAMS - 1 tokens at the very end are left out."""
 
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1) // self.length)
@@ -85,22 +85,9 @@ class WholeText(Examples):
             return []
         return [starts + begin for begin in range(0, self.stream, self.length)]
 
-    def to(self, device: torch.device) -> WholeText:
-        return replace(self, tokens=self.tokens.to(device))
 
-
-@dataclass(frozen=True, kw_only=True)
-class Windows(Examples):
-    """Tokens [N] in windows of `length` that do not overlap; a place is the number of a window."""
-
-    tokens: Tensor
-    length: int
-
-    def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.length
+class Windows(Text):
+    """Windows that do not overlap; a place is the number of a window."""
 
     def batch(self, index: Tensor, generator: torch.Generator | None) -> Batch:
         return cut(self.tokens, index * self.length, self.length)
-
-    def to(self, device: torch.device) -> Windows:
-        return replace(self, tokens=self.tokens.to(device))

@@ -104,9 +104,7 @@ def make_tokens(kind: Tokens, options: DataOptions, shuffled: bool = False) -> D
             Windows(tokens=test, length=kind.length),
         )
     return Data(
-        kind,
-        Streams(tokens=train, length=kind.length),
-        WholeText(tokens=test, length=kind.length),
+        kind, Streams(tokens=train, length=kind.length), WholeText(tokens=test, length=kind.length)
     )
 
 

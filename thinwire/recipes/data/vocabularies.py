@@ -6,36 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import UsageError
-from thinwire.recipes.data.source import Remote, Source, damaged, reading
+from thinwire.recipes.data.source import damaged, reading
 
-BERT_PIECES = Source(
-    name="the vocabulary of BERT (uncased)",
-    layouts={"official": ("bert-vocab/vocab.txt",)},
-    remotes=(
-        Remote(
-            url="https://huggingface.co/google-bert/bert-base-uncased/resolve/main/vocab.txt",
-            path="bert-vocab/vocab.txt",
-            checksum="sha256:07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
-        ),
-    ),
-)
 BERT_VOCABULARY = 30522
-GPT2_BPE = Source(
-    name="the vocabulary of GPT-2",
-    layouts={"official": ("gpt2-bpe/vocab.json", "gpt2-bpe/merges.txt")},
-    remotes=(
-        Remote(
-            url="https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/encoder.json",
-            path="gpt2-bpe/vocab.json",
-            checksum="sha256:196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-        ),
-        Remote(
-            url="https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe",
-            path="gpt2-bpe/merges.txt",
-            checksum="sha256:1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-        ),
-    ),
-)
 GPT2_VOCABULARY = 50257
 SPECIAL_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 

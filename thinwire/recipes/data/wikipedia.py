@@ -14,17 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.recipes.data.source import Source, damaged, locate, reading
+from thinwire.recipes.data.source import damaged, locate, reading
 from thinwire.recipes.data.synthetic import TINY_VOCABULARY, make_pretraining
-from thinwire.recipes.data.vocabularies import BERT_PIECES, BERT_VOCABULARY, read_word_pieces
+from thinwire.recipes.data.vocabularies import BERT_VOCABULARY, read_word_pieces
 from thinwire.recipes.examples import Batch, Data, DataOptions, Examples
 from thinwire.recipes.objectives.pretraining import NOT_MASKED, Pretraining
 
-WIKIPEDIA = Source(
-    name="Wikipedia",
-    layouts={"text": ("wikipedia/train.txt", "wikipedia/test.txt")},
-    obtain="text, one sentence per line and a blank line between documents, see docs/data.md",
-)
 LENGTH = 128
 TINY_LENGTH = 32
 BYTES_PER_TOKEN = 5
@@ -42,8 +37,8 @@ def load(options: DataOptions) -> Data:
     if options.synthetic:
         vocabulary = TINY_VOCABULARY if options.tiny else BERT_VOCABULARY
         return make_pretraining(Pretraining(vocabulary=vocabulary, length=length), options)
-    paths = locate(WIKIPEDIA, options).paths
-    (vocabulary_path,) = locate(BERT_PIECES, options).paths
+    paths = locate("wikipedia", options).paths
+    (vocabulary_path,) = locate("bert-vocabulary", options).paths
     tokenizer = read_word_pieces(vocabulary_path)
     train, test = (
         Pairs(passages=read_passages(path, length), tokenizer=tokenizer, length=length)
@@ -98,8 +93,8 @@ def read_passages(path: Path, length: int) -> Passages:
         raise damaged(path, "it holds no sentence")
     document = np.cumsum(~is_sentence)[is_sentence]
     begins, ends = begins[is_sentence], ends[is_sentence]
-    _, opening, which = np.unique(document, return_index=True, return_inverse=True)
-    part = (begins - begins[opening][which]) // (length * BYTES_PER_TOKEN)
+    _, opening, place = np.unique(document, return_index=True, return_inverse=True)
+    part = (begins - begins[opening][place]) // (length * BYTES_PER_TOKEN)
     is_new = np.ones(len(begins), bool)
     is_new[1:] = (document[1:] != document[:-1]) | (part[1:] != part[:-1])
     first = np.flatnonzero(is_new)

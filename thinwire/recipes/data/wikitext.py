@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.recipes.data.source import Remote, Source, damaged, locate, reading
+from thinwire.recipes.data.source import damaged, locate, reading
 from thinwire.recipes.data.streams import Streams, WholeText, Windows
 from thinwire.recipes.data.synthetic import TINY_VOCABULARY, make_tokens
-from thinwire.recipes.data.vocabularies import GPT2_BPE, GPT2_VOCABULARY, read_byte_pairs
+from thinwire.recipes.data.vocabularies import GPT2_VOCABULARY, read_byte_pairs
 from thinwire.recipes.examples import Data, DataOptions
 from thinwire.recipes.objectives.tokens import Tokens
 
-SITE = "https://wikitext.smerity.com"
-"""The author's own; the address of the paper is gone."""
 WORDS = {"wikitext-2": 33278, "wikitext-103": 267735}
 """Sizes of the official vocabularies, the end of a line being a word."""
-CHECKSUMS = {
-    "wikitext-2-v1": "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
-    "wikitext-2-raw-v1": "sha256:ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
-    "wikitext-103-v1": "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
-    "wikitext-103-raw-v1": "sha256:91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
-}
 LSTM_WINDOW = 70
 TRANSFORMER_WINDOW = 100
 GPT_WINDOW = 1024
@@ -36,50 +29,6 @@ TINY_WINDOW = 32
 LINES_AT_ONCE = 1 << 14
 UNKNOWN = "<unk>"
 END_OF_LINE = "<eos>"
-
-
-def load_wikitext2(options: DataOptions) -> Data:
-    return load_words("wikitext-2", LSTM_WINDOW, options)
-
-
-def load_wikitext2_long(options: DataOptions) -> Data:
-    return load_words("wikitext-2", TRANSFORMER_WINDOW, options)
-
-
-def load_wikitext103(options: DataOptions) -> Data:
-    return load_words("wikitext-103", LSTM_WINDOW, options)
-
-
-def load_wikitext2_gpt2(options: DataOptions) -> Data:
-    return load_byte_pairs("wikitext-2", options)
-
-
-def load_wikitext103_gpt2(options: DataOptions) -> Data:
-    return load_byte_pairs("wikitext-103", options)
-
-
-def describe(folder: str, raw: bool) -> Source:
-    """The word-level files by their official or their short names; also the raw text, and that first, if asked."""
-    parts = ("train", "valid", "test")
-    layouts = {
-        "official": tuple(f"{folder}/wiki.{part}.tokens" for part in parts),
-        "short": tuple(f"{folder}/{part}.txt" for part in parts),
-    }
-    if raw:
-        layouts = {"raw": tuple(f"{folder}-raw/wiki.{part}.raw" for part in parts), **layouts}
-    archive = f"{folder}-raw-v1" if raw else f"{folder}-v1"
-    return Source(
-        name=folder.replace("wikitext", "WikiText"),
-        layouts=layouts,
-        remotes=(
-            Remote(
-                url=f"{SITE}/{archive}.zip",
-                path=f"{archive}.zip",
-                checksum=CHECKSUMS[archive],
-                unpack=True,
-            ),
-        ),
-    )
 
 
 # -- words -----------------------------------------------------------------------------------------------------
@@ -91,7 +40,7 @@ def load_words(folder: str, window: int, options: DataOptions) -> Data:
     if options.synthetic:
         words = TINY_VOCABULARY if options.tiny else WORDS[folder]
         return make_tokens(Tokens(vocabulary=words, length=length), options)
-    train_path, _, test_path = locate(describe(folder, raw=False), options).paths
+    train_path, _, test_path = locate(folder, options).paths
     vocabulary: defaultdict[str, int] = defaultdict()
     vocabulary.default_factory = vocabulary.__len__
     unknown = vocabulary[UNKNOWN]
@@ -135,8 +84,8 @@ def load_byte_pairs(folder: str, options: DataOptions) -> Data:
     if options.synthetic:
         pieces = TINY_VOCABULARY if options.tiny else GPT2_VOCABULARY
         return make_tokens(Tokens(vocabulary=pieces, length=length), options, shuffled=True)
-    train_path, _, test_path = locate(describe(folder, raw=True), options).paths
-    tokenizer = read_byte_pairs(*locate(GPT2_BPE, options).paths)
+    train_path, _, test_path = locate(f"{folder}-raw", options).paths
+    tokenizer = read_byte_pairs(*locate("gpt2-vocabulary", options).paths)
     train, test = (
         Windows(tokens=encode_byte_pairs(path, tokenizer, length), length=length)
         for path in (train_path, test_path)
@@ -152,3 +101,10 @@ def encode_byte_pairs(path: Path, tokenizer: Any, length: int) -> Tensor:
         for encoding in tokenizer.encode_batch_fast(some):
             numbers.extend(encoding.ids)
     return to_tokens(path, numbers, length)
+
+
+load_wikitext2 = partial(load_words, "wikitext-2", LSTM_WINDOW)
+load_wikitext2_long = partial(load_words, "wikitext-2", TRANSFORMER_WINDOW)
+load_wikitext103 = partial(load_words, "wikitext-103", LSTM_WINDOW)
+load_wikitext2_gpt2 = partial(load_byte_pairs, "wikitext-2")
+load_wikitext103_gpt2 = partial(load_byte_pairs, "wikitext-103")

@@ -43,8 +43,8 @@ class LookAhead(nn.Module):
 class DeepSpeech(nn.Module):
     """`model(features [B, T, F], lengths [B])` gives (log_probs [B, T', labels], lengths [B]) with T' = T / 2, rounded up.
 
-    What is behind the end of an utterance is cleared wherever a convolution could mix it in, so that in evaluation its
-    output does not depend on how far it was padded.
+    The padding behind an utterance is cleared wherever a convolution could mix it in. In evaluation the output then does not
+    depend on how far it was padded.
     """
 
     def __init__(self, features: int, labels: int, channels: int, width: int, layers: int) -> None:

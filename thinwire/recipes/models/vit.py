@@ -8,23 +8,12 @@ from torch import Tensor, nn
 
 from thinwire.errors import UsageError
 from thinwire.recipes.kinds import Kind
+from thinwire.recipes.models.bert import LARGE, TINY
 from thinwire.recipes.models.fitting import expect_kind, import_transformers
 from thinwire.recipes.models.weights import find_weights
 from thinwire.recipes.objectives.images import Images
 
 PATCH = 16
-LARGE = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "intermediate_size": 4096,
-}
-TINY = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
 
 
 class ViT(nn.Module):
@@ -52,10 +41,7 @@ def vit_large(kind: Kind, tiny: bool) -> nn.Module:
         # The head of the pretrained model is for other classes.
         return ViT(
             package.ViTForImageClassification.from_pretrained(
-                path,
-                local_files_only=True,
-                num_labels=images.classes,
-                ignore_mismatched_sizes=True,
+                path, local_files_only=True, num_labels=images.classes, ignore_mismatched_sizes=True
             )
         )
     config = package.ViTConfig(

@@ -62,12 +62,12 @@ class Questions(Kind):
         start_logits, end_logits = model(ids, mask, types)
         scores, spans = best_spans(start_logits.float(), end_logits.float(), offsets)
         best: dict[int, tuple[float, str]] = {}
-        for which, score, (begin, end) in zip(
+        for number, score, (begin, end) in zip(
             question.tolist(), scores.tolist(), spans.tolist(), strict=True
         ):
-            if score > best.get(which, (-math.inf, ""))[0] or which not in best:
-                best[which] = (score, self.references[which].context[begin:end])
-        pairs = [(text, self.references[which].answers) for which, (_, text) in best.items()]
+            if score > best.get(number, (-math.inf, ""))[0] or number not in best:
+                best[number] = (score, self.references[number].context[begin:end])
+        pairs = [(text, self.references[number].answers) for number, (_, text) in best.items()]
         count = torch.tensor(len(pairs), device=ids.device)
         return {
             "f1": (torch.tensor(sum(f1(*pair) for pair in pairs), device=ids.device), count),

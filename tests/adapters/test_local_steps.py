@@ -1,0 +1,438 @@
+"""Local steps: rounds against plain re-computations, bad rounds, fragments on their way, state, real groups."""
+
+from __future__ import annotations
+
+import copy
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from tests.pool import Pool
+from tests.sharded import TinyModel, make_mesh
+from thinwire.adapters import LocalSimulation
+
+WORKERS = 3
+EXACT = tw.Dense()
+
+
+def make_models(workers: int = WORKERS, width: int = 48) -> list[nn.Module]:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(width, 64), nn.Tanh(), nn.Linear(64, 8))
+    return [copy.deepcopy(first) for _ in range(workers)]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(16, model[0].in_features, generator=generator)  # type: ignore[index]
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+
+
+def run(sim: LocalSimulation, models, optimizers, steps, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            inner_step(model, optimizer, rank, step)
+        sim.step()
+
+
+def values(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+
+
+def mean_in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    """As dense parts are added: each is divided first."""
+    total = parts[0] / len(parts)
+    for part in parts[1:]:
+        total = total + part / len(parts)
+    return total
+
+
+# -- against plain re-computations -------------------------------------------------------------------------------------
+
+
+def test_one_step_and_a_plain_outer_step_is_the_mean_of_the_distances():
+    models = make_models()
+    optimizers = [sgd(model) for model in models]
+    sim = tw.simulate_local(models, optimizers, EXACT, every=1, outer={"lr": 1.0})
+    plain = make_models()
+    plain_optimizers = [sgd(model) for model in plain]
+    point = values(plain[0])
+    for step in range(4):
+        run(sim, models, optimizers, 1, step)
+        for rank in range(WORKERS):
+            inner_step(plain[rank], plain_optimizers[rank], rank, step)
+        ends = [values(model) for model in plain]
+        point = point - mean_in_rank_order([point - end for end in ends])
+        torch.testing.assert_close(point, mean_in_rank_order(ends), rtol=0, atol=2e-7)
+        for model in plain:
+            nn.utils.vector_to_parameters(point.clone(), model.parameters())
+        assert all(torch.equal(values(model), point) for model in models)
+
+
+def test_diloco_is_its_recomputation():
+    every, lr, momentum = 3, 0.7, 0.9
+    models = make_models()
+    optimizers = [adamw(model) for model in models]
+    outer = {"lr": lr, "momentum": momentum, "nesterov": True}
+    sim = tw.simulate_local(models, optimizers, EXACT, every=every, outer=outer)
+    run(sim, models, optimizers, 4 * every)
+
+    plain = make_models()
+    plain_optimizers = [adamw(model) for model in plain]
+    point, velocity = values(plain[0]), None
+    for step in range(4 * every):
+        for rank in range(WORKERS):
+            inner_step(plain[rank], plain_optimizers[rank], rank, step)
+        if (step + 1) % every:
+            continue
+        gradient = mean_in_rank_order([point - values(model) for model in plain])
+        velocity = gradient.clone() if velocity is None else momentum * velocity + gradient
+        point = point - lr * (gradient + momentum * velocity)
+        for model in plain:
+            nn.utils.vector_to_parameters(point.clone(), model.parameters())
+    torch.testing.assert_close(values(models[0]), point, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(values(model), values(models[0])) for model in models)
+
+
+def test_sparse_rounds_lose_nothing():
+    """The point's way and what is held back add up to the workers' distances; a decayed residual is asked for otherwise."""
+    models = make_models()
+    optimizers = [sgd(model) for model in models]
+    method = tw.TopK(density=0.05, dense_fallback=False)
+    sim = tw.simulate_local(models, optimizers, method, every=2, outer={"lr": 1.0})
+    start = {name: tensor.detach().clone() for name, tensor in sim.workers[0].point.tensors.items()}
+    sent = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+    for step in range(6):
+        for rank in range(WORKERS):
+            inner_step(models[rank], optimizers[rank], rank, step)
+        if step % 2:
+            for name, point in sim.workers[0].point.tensors.items():
+                for worker in sim.workers:
+                    sent[name] += point.detach() - worker.point.parameters[name].detach()
+        sim.step()
+    for name, before in start.items():
+        moved = before - sim.workers[0].point.tensors[name].detach()
+        held = sum(worker.handle.residual(name) for worker in sim.workers)
+        torch.testing.assert_close(WORKERS * moved + held, sent[name], rtol=1e-4, atol=1e-5)
+
+
+def test_sparse_loco_entries_take_at_most_twelve_bits():
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(256, 256, bias=False)) for _ in range(2)]
+    method = tw.Compose(
+        select=tw.select.ChunkwiseTopK(1 / 64, chunk=4096),
+        memory=tw.memory.Residual(beta=0.95),
+        wire=tw.wire.Wire(values="int2", indices="rice"),
+    )
+    optimizers = [sgd(model) for model in models]
+    sim = tw.simulate_local(models, optimizers, method, every=1, outer={"lr": 1.0})
+    run(sim, models, optimizers, 3)
+    stats = sim.workers[0].stats()
+    entries = 256 * 256 // 64
+    bits = 8 * stats.wire_bytes_per_step / entries
+    assert 9 < bits <= 12, bits
+    assert "chunks of 4096" in str(sim.workers[0].plan())
+
+
+# -- fragments and rounds on their way ---------------------------------------------------------------------------------
+
+
+def test_fragments_take_turns_and_travel_while_steps_go_on():
+    models = make_models()
+    optimizers = [sgd(model) for model in models]
+    sim = tw.simulate_local(
+        models, optimizers, EXACT, every=6, fragments=2, delay=2, keep_local=0.0, outer={"lr": 1.0}
+    )
+    worker = sim.workers[0]
+    assert [len(fragment.names) for fragment in worker.fragments] == [1, 3]
+    seen = []
+    for step in range(12):
+        run(sim, models, optimizers, 1, step)
+        seen.append(worker.travelling)
+    # A round begins after steps 3, 6, 9 and 12 and takes two more.
+    assert seen == [bool(step % 3 < 2 and step >= 3) for step in range(1, 13)]
+    assert sim.workers[0].handle.reducer.step == 4
+
+
+def test_a_merged_round_keeps_a_part_of_the_local_place():
+    models = make_models(2)
+    optimizers = [sgd(model) for model in models]
+    sim = tw.simulate_local(
+        models, optimizers, EXACT, every=3, delay=1, keep_local=0.25, outer={"lr": 1.0}
+    )
+    run(sim, models, optimizers, 3)
+    for rank in range(2):
+        inner_step(models[rank], optimizers[rank], rank, 3)
+    before = [values(model) for model in models]
+    sim.step()
+    point = torch.cat([t.detach().reshape(-1) for t in sim.workers[0].point.tensors.values()])
+    for model, local in zip(models, before, strict=True):
+        torch.testing.assert_close(values(model), 0.25 * local + 0.75 * point)
+
+
+# -- bad rounds --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method", [EXACT, tw.TopK(density=0.1), tw.Quantized(bits=4)], ids=["dense", "topk", "int4"]
+)
+def test_a_bad_round_costs_that_round(method):
+    models = make_models()
+    optimizers = [adamw(model) for model in models]
+    sim = tw.simulate_local(models, optimizers, method, every=2, outer={"lr": 1.0})
+    run(sim, models, optimizers, 4)
+    common = values(models[0])
+    held = sim.workers[0].handle.state_dict()["ranks"]["rank0"]["memory"]
+    run(sim, models, optimizers, 1, 4)
+    with torch.no_grad():
+        models[1][0].weight[3, 3] = torch.nan
+        optimizers[1].state[models[1][0].weight]["exp_avg"][0, 0] = torch.inf
+    run(sim, models, optimizers, 1, 5)
+    assert [worker.lost_rounds for worker in sim.workers] == [1] * WORKERS
+    assert all(torch.equal(values(model), common) for model in models)
+    after = sim.workers[0].handle.state_dict()["ranks"]["rank0"]["memory"]
+    for store, contents in held.items():
+        for name, tensor in contents.items():
+            assert torch.equal(tensor, after[store][name])
+    run(sim, models, optimizers, 4, 6)
+    assert all(torch.equal(values(model), values(models[0])) for model in models)
+    assert values(models[0]).isfinite().all() and not torch.equal(values(models[0]), common)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [4, 5, 7])
+def test_resume_is_exact_in_mid_round(stop):
+    settings = {"every": 4, "fragments": 2, "delay": 1, "bucket_mb": 0.001}
+    method = tw.TopK(density=0.1, dense_fallback=False)
+
+    def begin():
+        models = make_models(2)
+        optimizers = [adamw(model) for model in models]
+        return models, optimizers, tw.simulate_local(models, optimizers, method, **settings)
+
+    whole, optimizers, sim = begin()
+    run(sim, whole, optimizers, 12)
+    first, first_optimizers, first_sim = begin()
+    run(first_sim, first, first_optimizers, stop)
+    saved = copy.deepcopy(
+        (
+            first_sim.state_dict(),
+            [model.state_dict() for model in first],
+            [optimizer.state_dict() for optimizer in first_optimizers],
+        )
+    )
+    second, second_optimizers, second_sim = begin()
+    second_sim.load_state_dict(saved[0])
+    for model, optimizer, weights, state in zip(
+        second, second_optimizers, saved[1], saved[2], strict=True
+    ):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    run(second_sim, second, second_optimizers, 12 - stop, stop)
+    for model, other in zip(whole, second, strict=True):
+        assert torch.equal(values(model), values(other))
+
+
+def test_the_state_is_plain_tensors_and_numbers(tmp_path):
+    models = make_models(2)
+    optimizers = [adamw(model) for model in models]
+    sim = tw.simulate_local(models, optimizers, tw.Quantized(bits=8), every=2, delay=1)
+    run(sim, models, optimizers, 2)
+    torch.save(sim.state_dict()[1], tmp_path / "local.pt")
+    sim.workers[1].load_state_dict(torch.load(tmp_path / "local.pt", weights_only=True))
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"every": 0}, "every is 0"),
+        ({"every": 4, "fragments": 5}, "fragments is 5"),
+        ({"every": 4, "delay": 4}, "delay is 4"),
+        ({"every": 4, "fragments": 2, "delay": 2}, "delay is 2"),
+        ({"every": 4, "keep_local": 1.0}, "keep_local is 1.0"),
+    ],
+)
+def test_senseless_schedules_are_refused(settings, words):
+    models = make_models(1)
+    with pytest.raises(tw.UsageError, match=words):
+        tw.simulate_local(models, [sgd(models[0])], **settings)
+
+
+def test_an_optimizer_of_other_parameters_is_refused():
+    models = make_models(2)
+    with pytest.raises(tw.UsageError, match="does not have"):
+        tw.simulate_local(models[:1], [sgd(models[1])], every=2)
+
+
+def test_methods_that_own_momentum_are_refused():
+    models = make_models(1)
+    with pytest.raises(tw.UsageError, match="outer optimizer"):
+        tw.simulate_local(models, [sgd(models[0])], tw.DGC(density=0.1), every=2)
+
+
+# -- real groups -------------------------------------------------------------------------------------------------------
+
+
+def train(rank, world, method, every, steps, settings):
+    model = make_models(1)[0]
+    with torch.no_grad():
+        model[0].bias.add_(rank)
+    optimizer = adamw(model)
+    local = tw.LocalSteps(model, optimizer, method, every=every, deterministic=True, **settings)
+    for step in range(steps):
+        inner_step(model, optimizer, rank, step)
+    found = values(model)
+    local.close()
+    return found
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("delay", [0, 1])
+def test_real_workers_have_the_bits_of_simulated_ones(pools, delay):
+    method = tw.TopK(density=0.1, dense_fallback=False)
+    settings = {"fragments": 2, "delay": delay}
+    real = pools(3).run(train, method, 4, 9, settings)
+    models = make_models()
+    optimizers = [adamw(model) for model in models]
+    sim = tw.simulate_local(models, optimizers, method, every=4, deterministic=True, **settings)
+    run(sim, models, optimizers, 9)
+    # Closing finishes a round that is under way.
+    for worker in sim.workers:
+        worker.finish_now()
+    for model, found in zip(models, real, strict=True):
+        assert torch.equal(values(model), found)
+
+
+def train_nodes(rank, world):
+    """Two nodes of two: DDP inside, local steps between."""
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    between = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    model = make_models(1)[0]
+    ddp = DistributedDataParallel(model, process_group=inside)
+    optimizer = sgd(model)
+    local = tw.LocalSteps(
+        ddp, optimizer, tw.Quantized(bits=8), every=3, process_group=between, inside_group=inside,
+        bucket_mb=0.01,
+    )  # fmt: skip
+    for step in range(6):
+        optimizer.zero_grad()
+        torch.manual_seed(100 * step + rank)
+        ddp(torch.randn(8, 48)).square().mean().backward()
+        optimizer.step()
+    sent = local.stats().wire_bytes
+    found = values(model)
+    local.close()
+    return found, sent
+
+
+@pytest.mark.workers
+def test_nodes_of_replicas_share_the_sending(pools):
+    results = pools(4).run(train_nodes)
+    assert all(torch.equal(found, results[0][0]) for found, _ in results)
+    assert results[0][1] > 0 and results[1][1] > 0
+    assert results[0][1] == results[2][1]
+
+
+def join(rank, world):
+    model = make_models(1)[0]
+    optimizer = sgd(model)
+    local = tw.LocalSteps(model, optimizer, every=2)
+    for step in range(4):
+        inner_step(model, optimizer, rank, step)
+    if rank == 2:
+        # As a worker that comes late: it knows nothing of the others.
+        local.steps = 0
+        with torch.no_grad():
+            for tensor in local.point.tensors.values():
+                tensor.zero_()
+        local.outer.state.clear()
+    local.welcome(source=0)
+    for step in range(4, 8):
+        inner_step(model, optimizer, rank, step)
+    return values(model), local.steps
+
+
+@pytest.mark.workers
+def test_a_worker_that_joins_gets_the_common_point(pools):
+    results = pools(3).run(join)
+    assert all(torch.equal(found, results[0][0]) and steps == 8 for found, steps in results)
+
+
+def die_in_a_round(rank, world):
+    model = make_models(1)[0]
+    optimizer = sgd(model)
+    tw.LocalSteps(model, optimizer, every=2)
+    for step in range(4):
+        if rank == 1 and step == 3:
+            os._exit(3)
+        inner_step(model, optimizer, rank, step)
+
+
+@pytest.mark.workers
+def test_the_others_end_clearly_if_a_worker_dies_in_a_round():
+    pool = Pool(3, timedelta(seconds=20))
+    replies = pool.attempt(die_in_a_round)
+    pool.stop()
+    assert replies[1] == (False, "the process died")
+    for rank in (0, 2):
+        ok, said = replies[rank]
+        assert not ok and "ExchangeError" in said and "start again from a checkpoint" in said
+
+
+def train_shards(rank, world):
+    """Two nodes of two: FSDP2 inside, local steps between."""
+    mesh = make_mesh(2, 2)
+    torch.manual_seed(0)
+    model = TinyModel()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    groups = {name: mesh[name].get_group() for name in ("replicate", "shard")}
+    local = tw.LocalSteps(
+        model, optimizer, tw.TopK(density=0.1), every=2,
+        process_group=groups["replicate"], inside_group=groups["shard"],
+    )  # fmt: skip
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        model(torch.randint(0, 37, (4, 6))).square().mean().backward()
+        optimizer.step()
+        if step == 2 and rank == 3:
+            # Seen by the other shards of its node, and by the other node.
+            with torch.no_grad():
+                next(iter(model.parameters())).to_local().fill_(torch.nan)
+    found = [p.detach().full_tensor().reshape(-1) for p in model.parameters()]
+    plan = {row.info.name: row.info.full_shape for row in local.plan()}
+    lost = local.lost_rounds
+    local.close()
+    return torch.cat(found), lost, plan["head.weight"]
+
+
+@pytest.mark.workers
+def test_shards_inside_a_node(sharded):
+    results = sharded.run(train_shards)
+    for found, lost, full_shape in results:
+        assert torch.equal(found, results[0][0]) and found.isfinite().all()
+        assert lost == 1 and full_shape == (37, 32)

@@ -1,0 +1,50 @@
+"""The same steps with and without kernels, compared bit by bit."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.contracts.cluster import Cluster
+
+SHAPES = {"odd": (5, 7), "row": (3, 128), "long": (9, 1031), "conv": (6, 3, 3, 3), "bias": (17,)}
+
+
+def routes_of(cluster):
+    plans = cluster.reducers[0].plans.values()
+    return [route for plan in plans for way in plan.ways.values() for route in way.routes]
+
+
+def compare_steps(
+    kernels, method, route, *, steps, world, shapes=SHAPES, change=None, discard=(), accepted=True,
+    rebucketed=False, **options,
+):  # fmt: skip
+    """Every bit of updates, residuals and contributions must agree, and only kernels take the route.
+
+    With `rebucketed` the last step has other buckets. Where memory is packed or can be restored nobody knows what was `accepted`.
+    """
+    results = []
+    for on in (True, False):
+        kernels(on)
+        cluster = Cluster(world, method, shapes=shapes, **options)
+        found = []
+        for count in range(steps):
+            gradients = cluster.random(count, 1.0 + count)
+            if change is not None:
+                change(count, gradients)
+            if rebucketed and count == steps - 1:
+                names = list(shapes)
+                cluster.buckets = [names[1::2], names[::2]]
+            found += cluster.step(gradients)
+            if accepted:
+                found += [cluster.accepted(rank) for rank in range(world)]
+            found += [cluster.residuals(rank) for rank in range(world)]
+            if count in discard:
+                for reducer in cluster.reducers:
+                    reducer.settle(discard=True)
+                found += [cluster.residuals(rank) for rank in range(world)]
+        results.append(found)
+        assert any(isinstance(one, route) for one in routes_of(cluster)) == on
+    for ours, theirs in zip(*results, strict=True):
+        for name in theirs:
+            left, right = ours[name].nan_to_num(7e7), theirs[name].nan_to_num(7e7)
+            assert torch.equal(left, right), name

@@ -1,0 +1,110 @@
+"""The kernels of quantised sums, run on the CPU, give the bits of the torch reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.contracts.cluster import Cluster
+from tests.kernels.comparing import SHAPES, compare_steps
+from tests.kernels.cpu_compiler import needs_compiler
+from thinwire.compress.quantized import QuantizedKernelAccount, QuantizedKernelRoute
+from thinwire.layout import Bucket
+
+pytestmark = [needs_compiler, pytest.mark.timeout(300)]
+
+
+def quantized(bits, **options):
+    return tw.Quantized(bits=bits, dense_fallback=False, **options)
+
+
+def compare(kernels, method, *, steps=3, world=2, **options):
+    compare_steps(
+        kernels,
+        method,
+        QuantizedKernelRoute,
+        steps=steps,
+        world=world,
+        accepted=not options.get("restorable"),
+        rebucketed=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("bits", [16, 8, 4, 2, 1])
+def test_codes(kernels, bits, rounding):
+    compare(kernels, quantized(bits, rounding=rounding))
+
+
+@pytest.mark.parametrize("block", [64, 256])
+@pytest.mark.parametrize("bits", [16, 4, 1])
+def test_blocks(kernels, bits, block):
+    compare(kernels, quantized(bits, block=block), steps=2)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("bits", [8, 2])
+def test_worlds(kernels, bits, world):
+    compare(kernels, quantized(bits), world=world, steps=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4, 1])
+def test_narrow_gradients(kernels, bits, dtype):
+    compare(kernels, quantized(bits), dtype=dtype)
+
+
+@pytest.mark.parametrize("storage", ["bf16", "int8"])
+def test_narrow_memories(kernels, storage):
+    compare(kernels, quantized(4, memory=tw.memory.Residual(storage=storage)), restorable=True)
+
+
+@pytest.mark.parametrize("bits", [8, 1])
+def test_without_memory(kernels, bits):
+    compare(kernels, quantized(bits, memory=tw.memory.NoMemory()), restorable=True)
+
+
+def unused(count, gradients):
+    for one in gradients:
+        one["long"].zero_()
+    if count == 1:
+        gradients[0]["row"][1, 5] = torch.inf
+
+
+@pytest.mark.parametrize("restorable", [False, True])
+@pytest.mark.parametrize("bits", [8, 2])
+def test_bad_and_discarded_steps_and_slots_without_a_gradient(kernels, bits, restorable):
+    compare(kernels, quantized(bits), change=unused, steps=4, discard=(2,), restorable=restorable)
+
+
+def huge(count, gradients):
+    for one in gradients:
+        one["row"].fill_(3e38)
+        one["odd"].mul_(1e-42)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4, 2, 1])
+def test_sums_that_overflow_and_numbers_next_to_nothing(kernels, bits):
+    compare(kernels, quantized(bits), change=huge, steps=2)
+
+
+def test_loss_scales(kernels):
+    scales = iter([2.0, 2.0, 0.5, 0.5, 8.0, 8.0] * 2)
+    compare(kernels, quantized(4), scale=lambda: torch.tensor(next(scales)))
+
+
+def test_a_broken_exchange_returns_all(kernels):
+    cluster = Cluster(2, quantized(4), shapes=SHAPES)
+    gradients = cluster.random(0)
+    layout = cluster.layouts_of(list(SHAPES))[0]
+    flat = torch.zeros(layout.numel)
+    for slot in layout.slots:
+        slot.view(flat).copy_(gradients[0][slot.name])
+    cluster.reducers[0].reduce(Bucket(layout, flat))
+    accounts = cluster.reducers[0].record.accounts
+    assert any(isinstance(account, QuantizedKernelAccount) for account in accounts)
+    cluster.reducers[0].settle(discard=True)
+    held = cluster.reducers[0].assignments.held("long", "residual")
+    assert torch.equal(held, gradients[0]["long"])

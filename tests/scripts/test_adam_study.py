@@ -1,0 +1,76 @@
+"""The study of Adam: every method trains a few steps, and a cell that was put aside goes on with the same bits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SMALL = {"steps": 6, "start": 30, "workers": 2, "layers": 1, "width": 64, "context": 16, "batch": 2}
+FOREVER = float("inf")
+
+
+@pytest.fixture
+def byte_gpt(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from learning import byte_gpt
+
+    monkeypatch.setattr(byte_gpt, "TEST_BATCHES", 1)
+    return byte_gpt
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "wikitext-2"
+    folder.mkdir()
+    for part, count in (("train", 4000), ("valid", 500)):
+        (folder / f"{part}.txt").write_bytes(bytes(i * i % 251 for i in range(count)))
+    return tmp_path
+
+
+def test_every_method_trains(byte_gpt, texts: Path) -> None:
+    bits = {}
+    for name in byte_gpt.METHODS:
+        training = byte_gpt.Training(byte_gpt.Cell(method=name, **SMALL), texts, "cpu")
+        assert training.run(FOREVER)
+        row = training.row()
+        bits[name] = row["bits"]
+        assert len(row["curve"]) == 6 and row["parameters"] > 1000
+        dense = training.simulation.plan()["blocks.0.grow.weight"].dense
+        assert dense == (name == "dense")
+    assert bits["dense"] == pytest.approx(32, rel=0.01)
+    assert bits["bit1"] < bits["bit2-adam"] < bits["int4"] < bits["int8"] < 10
+
+
+@pytest.mark.parametrize("name", ["topk1-adam", "bit1-adam-refresh"])
+def test_a_cell_put_aside_goes_on(byte_gpt, texts: Path, tmp_path: Path, name: str) -> None:
+    cell = byte_gpt.Cell(method=name, **SMALL)
+    whole = byte_gpt.Training(cell, texts, "cpu")
+    whole.run(FOREVER)
+    first = byte_gpt.Training(cell, texts, "cpu")
+    assert not first.run(FOREVER, stop=4)
+    path = tmp_path / "cell.pt"
+    first.save(path)
+    second = byte_gpt.Training(cell, texts, "cpu")
+    second.load(path)
+    assert second.run(FOREVER)
+    assert second.curve == whole.curve
+    assert second.row()["bits"] == pytest.approx(whole.row()["bits"])
+
+
+@pytest.mark.slow
+def test_a_sitting_writes_rows_and_does_not_train_them_again(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, str(BENCHMARKS / "h200_adam.py"), "--device", "cpu", "--tiny"]
+    command += ["--data-dir", str(texts), "--out", str(out), "--steps", "2"]
+    command += ["--methods", "dense,bit1-adam-refresh"]
+    for expected in ("2 of 2", "0 of 2"):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        assert f"{expected} cells have no row yet" in done.stdout
+    rows = json.loads((out / "rows.json").read_text())
+    assert [row["seed"] for row in rows] == [0, 0]
+    assert "bit1-adam-refresh" in (out / "summary.txt").read_text()

@@ -1,0 +1,202 @@
+"""CommonPoint: where all workers were when they last met, in full precision, and the fragments it is exchanged in."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardedAlong
+from torch.optim import Optimizer
+
+from thinwire.engine.network import broadcast_into
+from thinwire.errors import UsageError
+from thinwire.layout import (
+    Bucket,
+    ParameterInfo,
+    Shard,
+    lay_out,
+    local_part,
+    memory_strides,
+    wide_dtype,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """Parameters whose rounds are one, and the buckets in which they travel."""
+
+    names: Sequence[str]
+    buckets: Sequence[Bucket]
+
+
+def find_shard(parameter: Tensor) -> Shard | None:
+    """Which part of a parameter this rank has, where it is cut along one dimension of a mesh; else None."""
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
+        return None
+    (placement,) = parameter.placements
+    if not isinstance(placement, ShardedAlong):
+        return None
+    mesh, size = parameter.device_mesh, parameter.shape[placement.dim]
+    # As torch.chunk cuts it: the last shards are shorter, or empty.
+    longest = -(-size // mesh.size())
+    begin = min(size, mesh.get_local_rank() * longest)
+    length = min(longest, size - begin)
+    return Shard(tuple(parameter.shape), placement.dim, begin, 0, length)
+
+
+class CommonPoint:
+    """A float32 copy of every parameter (or of this rank's shard of it), which the outer optimizer steps."""
+
+    def __init__(
+        self,
+        described: Mapping[str, tuple[nn.Parameter, ParameterInfo]],
+        device: str | torch.device | None,
+    ) -> None:
+        self.parameters = {name: pair[0] for name, pair in described.items()}
+        self.sharded = any(isinstance(p, DTensor) for p in self.parameters.values())
+        self.tensors: dict[str, nn.Parameter] = {}
+        self.infos: dict[str, ParameterInfo] = {}
+        for name, (parameter, info) in described.items():
+            local = local_part(parameter.detach())
+            copied = local.to(device or local.device, wide_dtype(local.dtype), copy=True)
+            self.tensors[name] = nn.Parameter(copied)
+            self.infos[name] = replace(
+                info,
+                shape=tuple(local.shape),
+                strides=memory_strides(local),
+                dtype=copied.dtype,
+                shard=find_shard(parameter),
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        found = {local_part(p).device for p in self.parameters.values()}
+        if len(found) > 1:
+            raise UsageError(
+                f"the model's parameters are on {', '.join(sorted(map(str, found)))}; they must be on one device"
+            )
+        return found.pop()
+
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def write_distance(self, bucket: Bucket) -> None:
+        """Fill a bucket with the pseudo-gradient: the point, less where the parameters are."""
+        for slot in bucket.layout.slots:
+            view = slot.view(bucket.flat)
+            view.copy_(self.tensors[slot.name]).sub_(local_part(self.parameters[slot.name]))
+
+    @contextmanager
+    def updates(self, fragment: Fragment) -> Iterator[None]:
+        """Inside, the fragment's tensors have what its buckets hold as their gradient, and no others have any."""
+        for name, update in self._views(fragment):
+            self.tensors[name].grad = update.to(self.tensors[name].device)
+        try:
+            yield
+        finally:
+            for name in fragment.names:
+                self.tensors[name].grad = None
+
+    def move_parameters(self, fragment: Fragment, keep_local: float) -> None:
+        """parameter = keep_local x parameter + (1 - keep_local) x point."""
+        for name in fragment.names:
+            local, point = local_part(self.parameters[name]), self.tensors[name].detach()
+            target = point.to(local.device)
+            if keep_local:
+                target = target.lerp(local.to(target.dtype), keep_local)
+            local.copy_(target)
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def read(self, fragment: Fragment) -> dict[str, Tensor]:
+        """What the fragment's buckets hold, by name."""
+        return {name: view.clone() for name, view in self._views(fragment)}
+
+    def write(self, fragment: Fragment, contents: Mapping[str, Tensor]) -> None:
+        for name, view in self._views(fragment):
+            view.copy_(contents[name])
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.tensors.items():
+            if name not in saved or saved[name].shape != tensor.shape:
+                found = list(saved[name].shape) if name in saved else "nothing"
+                raise UsageError(
+                    f"state has {found} for the common point of {name!r}, which has shape {list(tensor.shape)}"
+                )
+        for name, tensor in self.tensors.items():
+            tensor.detach().copy_(saved[name])
+
+    def share(self, outer: Optimizer, steps: int, root: int, group: dist.ProcessGroup) -> int:
+        """Give all ranks of the group the point, the outer optimizer's state and the count of steps of rank `root`."""
+        for name, tensor in self.tensors.items():
+            device = local_part(self.parameters[name]).device
+            travelling = tensor.detach().to(device)
+            broadcast_into(travelling, root, group)
+            tensor.detach().copy_(travelling)
+        buffer = io.BytesIO()
+        torch.save({"outer": outer.state_dict(), "steps": steps}, buffer)
+        device = local_part(next(iter(self.parameters.values()))).device
+        raw = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
+        size = torch.tensor([raw.numel()], device=device)
+        broadcast_into(size, root, group)
+        if raw.numel() != int(size):
+            raw = torch.empty(int(size), dtype=torch.uint8, device=device)
+        broadcast_into(raw, root, group)
+        shared = torch.load(io.BytesIO(bytes(raw.cpu().tolist())), weights_only=True)
+        outer.load_state_dict(shared["outer"])
+        return int(shared["steps"])
+
+    def _views(self, fragment: Fragment) -> Iterator[tuple[str, Tensor]]:
+        for bucket in fragment.buckets:
+            for slot in bucket.layout.slots:
+                yield slot.name, slot.view(bucket.flat)
+
+
+def cut_into_fragments(
+    point: CommonPoint, count: int, device: torch.device, bucket_bytes: int
+) -> list[Fragment]:
+    """`count` runs of neighbouring parameters with about as many elements each."""
+    names = [name for name in point.tensors if point.infos[name].numel]
+    if count > len(names):
+        raise UsageError(
+            f"fragments is {count}; it must be at most the number of parameters, {len(names)}"
+        )
+    total = sum(point.infos[name].numel for name in names)
+    parts: list[list[str]] = [[] for _ in range(count)]
+    before = 0
+    for place, name in enumerate(names):
+        # Not beyond what leaves a parameter for each fragment behind, and not so early that one is skipped.
+        wished = min(count - 1, before * count // max(1, total))
+        index = max(wished, count - (len(names) - place))
+        first_empty = next((i for i, part in enumerate(parts) if not part), count - 1)
+        parts[min(index, first_empty)].append(name)
+        before += point.infos[name].numel
+    return [Fragment(part, cut_into_buckets(point, part, device, bucket_bytes)) for part in parts]
+
+
+def cut_into_buckets(
+    point: CommonPoint, names: Sequence[str], device: torch.device, bucket_bytes: int
+) -> list[Bucket]:
+    """Neighbours of one dtype together, up to so many bytes, and at least one in each."""
+    runs: list[list[ParameterInfo]] = []
+    filled = 0
+    for name in names:
+        info = point.infos[name]
+        nbytes = info.numel * info.dtype.itemsize
+        if not runs or runs[-1][0].dtype != info.dtype or filled + nbytes > bucket_bytes:
+            runs.append([])
+            filled = 0
+        runs[-1].append(info)
+        filled += nbytes
+    layouts = [lay_out(run, run[0].dtype, device) for run in runs]
+    return [
+        Bucket(layout, torch.zeros(layout.numel, dtype=layout.dtype, device=device))
+        for layout in layouts
+    ]

@@ -1,0 +1,341 @@
+"""LocalRounds: the rounds of local steps on one rank, whoever runs its exchanges.
+
+What travels is a pseudo-gradient: the last point that all workers had in common, less where this worker is now. An outer
+optimizer applies its mean to the common point, and the workers go on from there. A round of one fragment of the model:
+
+1. begin: the bucket gets point - parameter, and the reducer sends it by its method;
+2. travel: `delay` inner steps go on meanwhile;
+3. finish: the outer optimizer steps the point, and parameters move to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from thinwire.adapters.checks import check_parameters
+from thinwire.adapters.common_point import CommonPoint, Fragment, cut_into_fragments
+from thinwire.adapters.handles import make_handle
+from thinwire.engine.bucket_plan import deliver_nothing
+from thinwire.engine.drivers import Driver
+from thinwire.engine.failures import failing_as
+from thinwire.engine.moving import refuse_to_move
+from thinwire.engine.network import broadcast_into
+from thinwire.engine.opaque import opaque
+from thinwire.errors import UsageError
+from thinwire.handle import Handle
+from thinwire.layout import Bucket, describe_module, local_part
+from thinwire.methods.base import Method
+from thinwire.observe.stats import Stats
+from thinwire.plan.policy import Rule, check_settings
+from thinwire.plan.report import PlanReport
+from thinwire.validate import check_finite_number, check_instance, check_positive_int
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+STATE_VERSION = 1
+
+
+def published_outer() -> dict[str, Any]:
+    """Settings of the outer SGD as DiLoCo publishes them."""
+    return {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSettings:
+    """When rounds begin and end, and what they do. `LocalSteps` says what each means."""
+
+    every: int
+    outer: Mapping[str, Any] | MakeOptimizer = field(default_factory=published_outer)
+    fragments: int = 1
+    delay: int = 0
+    keep_local: float = 0.5
+    policy: Sequence[Rule] | None = None
+    deterministic: bool = False
+    point_device: str | torch.device | None = None
+    bucket_mb: float = 25
+
+    def __post_init__(self) -> None:
+        check_positive_int("every", self.every)
+        check_positive_int("fragments", self.fragments)
+        if self.fragments > self.every:
+            raise UsageError(
+                f"fragments is {self.fragments}; it must be at most every, {self.every}: one begins its round after a step"
+            )
+        check_finite_number("keep_local", self.keep_local)
+        if not 0 <= self.keep_local < 1:
+            raise UsageError(f"keep_local is {self.keep_local}; it must be from 0 to below 1")
+        shortest, delay = self.every // self.fragments, self.delay
+        if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < shortest:
+            raise UsageError(
+                f"delay is {delay!r}; it must be from 0 to {shortest - 1}, less than the steps between two rounds"
+            )
+
+    @cached_property
+    def starts(self) -> dict[int, int]:
+        """By the count of steps modulo `every`: the fragment whose round begins then, at equal distances."""
+        count = self.fragments
+        return {(index + 1) * self.every // count % self.every: index for index in range(count)}
+
+    def make_outer(self, point: Iterable[nn.Parameter]) -> Optimizer:
+        if callable(self.outer):
+            return self.outer(point)
+        return torch.optim.SGD(point, **self.outer)
+
+    def __str__(self) -> str:
+        return (
+            f"every {self.every}, fragments {self.fragments}, delay {self.delay}, "
+            f"keep_local {self.keep_local}"
+        )
+
+
+@dataclass(eq=False)
+class Round:
+    """A fragment on its way."""
+
+    fragment: Fragment
+    due: int
+    """The inner step after which it is finished."""
+    futures: Sequence[Future[Tensor]]
+    bad: bool | None = None
+    """Whether it counts for nothing; None until it has arrived."""
+
+
+class LocalRounds:
+    """Begins and finishes rounds as inner steps are counted. `connect` makes the driver of the parameters' device.
+
+    A round in which some worker has a parameter that is not finite delivers nothing: all workers go back to the last common
+    point, and that round is lost.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        method: Method,
+        connect: Callable[[torch.device], Driver],
+        settings: LocalSettings,
+        inside: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_instance("model", model, nn.Module, "a torch.nn.Module")
+        check_instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+        check_settings(method, settings.policy, settings.deterministic)
+        if method.takes_over is not None:
+            raise UsageError(
+                f"method is {type(method).__name__}, which takes momentum over from an optimizer; local steps have an "
+                "outer optimizer for that, use a method without momentum"
+            )
+        described = describe_module(plain_module(model))
+        check_parameters(None, {name: pair[0] for name, pair in described.items()})
+        _check_owned(optimizer, {name: pair[0] for name, pair in described.items()})
+        self.optimizer = optimizer
+        self.settings = settings
+        self.steps = 0
+        """Inner steps taken so far."""
+        self.lost_rounds = 0
+        """Rounds that delivered nothing, because some worker had a parameter that was not finite."""
+        self._inside = inside
+        self.point = CommonPoint(described, settings.point_device)
+        self.outer = settings.make_outer(self.point.tensors.values())
+        device = self.point.device
+        self.fragments = cut_into_fragments(
+            self.point, settings.fragments, device, int(settings.bucket_mb * 2**20)
+        )
+        self._round: Round | None = None
+        self.handle: Handle = make_handle(
+            self.point.infos,
+            method,
+            lambda: connect(device),
+            device=device,
+            policy=settings.policy,
+            deterministic=settings.deterministic,
+            skippable=True,
+            when_bad=deliver_nothing,
+            settings={"local steps": str(settings), "outer optimizer": repr(self.outer)},
+        )
+        self.handle.movable(refuse_to_move)
+        # Inner steps go on while a round travels: nobody waits for it.
+        self.handle.reducer.exposure.wanted = False
+
+    # -- one inner step ----------------------------------------------------------------------------------------
+
+    @opaque
+    @torch.no_grad()
+    def advance(self) -> None:
+        """One inner step was taken: begin or finish a round if it is time."""
+        self.begin_due()
+        self.finish_due()
+
+    @torch.no_grad()
+    def begin_due(self) -> None:
+        """Count the inner step, and begin the round of the fragment whose turn it is, if it is one's."""
+        self.steps += 1
+        turn = self.settings.starts.get(self.steps % self.settings.every)
+        if turn is not None:
+            self._round = self._begin(self.fragments[turn])
+
+    @torch.no_grad()
+    def finish_due(self) -> None:
+        """Finish the round that is due now, if there is one."""
+        if self._round is not None and self.steps >= self._round.due:
+            self.finish_now()
+
+    @torch.no_grad()
+    def finish_now(self) -> None:
+        """Finish the round that is under way, due or not."""
+        if self._round is not None:
+            self._finish(self._arrived())
+            self._round = None
+
+    def _begin(self, fragment: Fragment) -> Round:
+        reducer = self.handle.reducer
+        futures = []
+        for bucket in self._own(fragment):
+            self.point.write_distance(bucket)
+            futures.append(reducer.reduce(bucket))
+        reducer.flush()
+        return Round(fragment, self.steps + self.settings.delay, futures)
+
+    def _arrived(self) -> Round:
+        """The round under way, once it is here on all ranks of this node."""
+        one = self._round
+        assert one is not None
+        if one.bad is None:
+            for future in one.futures:
+                future.wait()
+            reducer = self.handle.reducer
+            bad = reducer.verdict().clone()
+            reducer.end_step()
+            one.bad = self._share_inside(one.fragment, bad)
+        return one
+
+    def _own(self, fragment: Fragment) -> list[Bucket]:
+        """The buckets this rank sends: all of them, or its share of what the replicas of a node all have."""
+        if self._inside is None or self.point.sharded:
+            return list(fragment.buckets)
+        rank, world = dist.get_rank(self._inside), dist.get_world_size(self._inside)
+        return list(fragment.buckets[rank::world])
+
+    def _share_inside(self, fragment: Fragment, bad: Tensor) -> bool:
+        """Whether the round is bad for any rank of this node; its replicas get what one of them received."""
+        if self._inside is None:
+            return bool(bad)
+        flag = bad.to(torch.int32)
+        with failing_as(self._inside, "verdicts"):
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._inside)
+        if not self.point.sharded:
+            ranks = dist.get_process_group_ranks(self._inside)
+            for index, bucket in enumerate(fragment.buckets):
+                broadcast_into(bucket.flat, ranks[index % len(ranks)], self._inside)
+        return bool(flag)
+
+    def _finish(self, one: Round) -> None:
+        """1. The outer optimizer steps the fragment's part of the point.  2. Parameters move to it."""
+        if one.bad:
+            self.lost_rounds += 1
+            self._clean_state(one.fragment)
+            self.point.move_parameters(one.fragment, 0.0)
+            return
+        with self.point.updates(one.fragment):
+            self.outer.step()
+        self.point.move_parameters(
+            one.fragment, self.settings.keep_local if self.settings.delay else 0.0
+        )
+
+    def _clean_state(self, fragment: Fragment) -> None:
+        """What is not finite in the inner optimizer's state would spoil the next round as well."""
+        for name in fragment.names:
+            for value in self.optimizer.state.get(self.point.parameters[name], {}).values():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    torch.nan_to_num(local_part(value), 0.0, 0.0, 0.0, out=local_part(value))
+
+    # -- what it does ------------------------------------------------------------------------------------------
+
+    @property
+    def travelling(self) -> bool:
+        """Whether a round is on its way."""
+        return self._round is not None
+
+    def stats(self) -> Stats:
+        """What was sent so far on this rank; a step of it is a round."""
+        return self.handle.stats()
+
+    def plan(self) -> PlanReport:
+        """What happens to every parameter and why, and what the common point takes; print it."""
+        return replace(self.handle.plan(), beside={"the common point": self.point.nbytes()})
+
+    def close(self) -> None:
+        """Finish the round under way, and take no further part. Parameters stay where they are."""
+        self.finish_now()
+        self.handle.close()
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: the common point, the outer optimizer, what is held back, and a round that is under way.
+
+        Parameters and the inner optimizer are not in it. They differ between ranks inside a round, so every rank saves its own.
+        """
+        travelling: dict[str, Any] = {}
+        if self._round is not None:
+            one = self._arrived()
+            number = self.fragments.index(one.fragment)
+            travelling = {"fragment": number, "due": one.due, "bad": int(bool(one.bad))}
+            travelling["update"] = self.point.read(one.fragment)
+        return {
+            "version": STATE_VERSION,
+            "steps": self.steps,
+            "lost_rounds": self.lost_rounds,
+            "point": {name: tensor.detach().clone() for name, tensor in self.point.tensors.items()},
+            "outer": self.outer.state_dict(),
+            "round": travelling,
+            "handle": self.handle.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        *,
+        others: Sequence[Mapping[str, Any]] = (),
+        on_world_change: str | None = None,
+    ) -> None:
+        """Restore this rank's state. With another number of ranks `others` are the states of all that were saved."""
+        if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
+            raise UsageError(
+                f"state is none of LocalSteps of version {STATE_VERSION}; pass what state_dict() returned"
+            )
+        handles = [one["handle"] for one in others] or [state["handle"]]
+        self.handle.load_state_dict(handles, on_world_change=on_world_change)
+        self.point.load(state["point"])
+        self.outer.load_state_dict(dict(state["outer"]))
+        self.steps, self.lost_rounds = int(state["steps"]), int(state["lost_rounds"])
+        self._round = None
+        travelling = state["round"]
+        if travelling:
+            fragment = self.fragments[travelling["fragment"]]
+            self.point.write(fragment, travelling["update"])
+            self._round = Round(fragment, travelling["due"], (), bool(travelling["bad"]))
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The model inside DDP, whose parameters have their own names."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _check_owned(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, parameter in named.items() if id(parameter) not in owned]
+    if missing:
+        raise UsageError(
+            f"optimizer does not have {missing[0]!r}, which the model trains; it must have all of the model's parameters"
+        )

@@ -1,0 +1,152 @@
+"""StepClock: when the buckets of real training steps are ready and delivered, without a wait in any step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from thinwire.layout import BucketLayout
+from thinwire.observe.clock import Mark
+
+
+@dataclass
+class StepMarks:
+    """One step."""
+
+    began: Mark
+    ready: dict[tuple[str, ...], Mark] = field(default_factory=dict)
+    """By the names of what is encoded together, in the order in which it came."""
+    delivered: dict[tuple[str, ...], Mark] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """Medians over steps, in seconds from the moment at which the first unit is ready."""
+
+    units: tuple[tuple[str, ...], ...]
+    ready_s: tuple[float, ...]
+    rest_s: float
+    period_s: float
+
+    def without_encoding(self, encode_s: Sequence[float]) -> MeasuredSteps:
+        """As if nothing had been encoded in the thread that computes gradients."""
+        before = [0.0, *itertools.accumulate(encode_s[:-1])]
+        ready = [max(0.0, b - e) for b, e in zip(self.ready_s, before, strict=True)]
+        return replace(self, ready_s=tuple(itertools.accumulate(ready, max)))
+
+
+class StepClock:
+    """Marks steps while it is installed on a reducer."""
+
+    MOST_STEPS = 64
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps: list[StepMarks] = []
+
+    def begin_step(self) -> None:
+        self._steps.append(StepMarks(Mark(self._device)))
+        del self._steps[: -self.MOST_STEPS]
+
+    def ready(self, layout: BucketLayout) -> Callable[[], None]:
+        """A unit's gradient is there. What is returned is to be called when its update is."""
+        names = tuple(slot.name for slot in layout.slots)
+        step = self._steps[-1]
+        step.ready[names] = Mark(self._device)
+
+        def delivered() -> None:
+            step.delivered[names] = Mark(self._device)
+
+        return delivered
+
+    def clear(self) -> None:
+        self._steps.clear()
+
+    def periods(self) -> list[float]:
+        """Seconds from the beginning of each step to that of the next; waits for the device to get there."""
+        marks = [step.began for step in self._steps]
+        pairs = itertools.pairwise(marks)
+        return [after.ms_since(before) / 1e3 for before, after in pairs]
+
+    def last_units(self) -> tuple[tuple[str, ...], ...]:
+        """What was encoded together in the last step that has ended."""
+        return tuple(self._steps[-2].ready)
+
+    def silent_s(self) -> float:
+        """The last step that has ended, without the time in which it waited for nothing but the exchange."""
+        step, following = self._steps[-2:]
+        exposed = max(
+            done.ms_since(ready)
+            for done in step.delivered.values()
+            for ready in list(step.ready.values())[-1:]
+        )
+        return (following.began.ms_since(step.began) - max(0.0, exposed)) / 1e3
+
+    def measured(self) -> MeasuredSteps | None:
+        """All steps that have ended and had the units of the last one; None if there is none."""
+        ended = self._steps[:-1]
+        if not ended:
+            return None
+        units = tuple(ended[-1].ready)
+        rows = []
+        for step, following in zip(ended, self._steps[1:], strict=True):
+            if tuple(step.ready) != units or set(step.delivered) != set(units):
+                continue
+            first = next(iter(step.ready.values()))
+            ready = [mark.ms_since(first) / 1e3 for mark in step.ready.values()]
+            delivered = max(mark.ms_since(first) / 1e3 for mark in step.delivered.values())
+            period = following.began.ms_since(step.began) / 1e3
+            busy = max(delivered, ready[-1])
+            rows.append((ready, max(0.0, period - busy), period))
+        if not rows:
+            return None
+        columns = zip(*(ready for ready, _, _ in rows), strict=True)
+        return MeasuredSteps(
+            units,
+            tuple(median(column) for column in columns),
+            median(rest for _, rest, _ in rows),
+            median(period for _, _, period in rows),
+        )
+
+
+BINS = 96
+LEAST_EXPONENT = -64
+"""Magnitudes below this power of two count as zeros; those above the last bin, 2 to the 32nd, as being in it."""
+SAMPLE = 1 << 17
+"""Elements that a unit's curve is made of, about."""
+
+
+class EnergyMeter:
+    """Histograms of magnitudes: how much of a unit's squared sum its largest entries have. One pass, no wait."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def look(self, layout: BucketLayout, flat: Tensor) -> None:
+        """Elements and squared sum per power of two of the magnitude, of a sample."""
+        stride = max(1, flat.numel() // SAMPLE)
+        values = flat[::stride].float().nan_to_num(0.0, 0.0, 0.0)
+        exponents = torch.frexp(values).exponent - LEAST_EXPONENT
+        # A zero's exponent is 0, as that of numbers near 1.
+        exponents = torch.where(values == 0, 0, exponents).clamp(0, BINS).long()
+        counts = torch.zeros(BINS + 1, dtype=torch.float64, device=flat.device)
+        counts.index_add_(0, exponents, torch.ones_like(values, dtype=torch.float64))
+        squares = torch.zeros_like(counts).index_add_(0, exponents, values.double().square())
+        self._seen[tuple(slot.name for slot in layout.slots)] = (counts, squares)
+
+    def curve(self, names: tuple[str, ...]) -> tuple[tuple[float, float], ...]:
+        """(fraction of the entries, share of the squared sum), largest magnitudes first; empty if nothing was seen."""
+        if names not in self._seen:
+            return ()
+        counts, squares = (one.flip(0).cumsum(0) for one in self._seen[names])
+        total, energy = float(counts[-1]), float(squares[-1])
+        if not energy > 0:
+            return ()
+        points = zip((counts / total).tolist(), (squares / energy).tolist(), strict=True)
+        return tuple(dict(points).items())

@@ -1,0 +1,152 @@
+"""Measuring what a profile needs beside the steps themselves: the prices of collectives, and the work of candidates."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from thinwire.auto.clock import EnergyMeter, MeasuredSteps
+from thinwire.auto.council import Council
+from thinwire.auto.rehearsal import rehearse
+from thinwire.engine.network import Network
+from thinwire.exchange.requests import AllToAll, Collective, Gather, Sum
+from thinwire.layout import ParameterInfo, SlotKind
+from thinwire.observe.clock import wait_for
+from thinwire.plan.candidates import Candidate, EnergyCurve
+from thinwire.plan.prices import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    Line,
+    MeasuredPrices,
+    fit_line,
+)
+from thinwire.plan.profile import Profile, Unit, WorkCost
+
+TEST_BYTES = (64 << 10, 1 << 20, 8 << 20)
+"""What a rank sends, in three tests of each collective."""
+TEST_TIMES = 2
+SLOW_S = 0.3
+"""A link on which the last test took longer is not tested with more bytes."""
+WORK_NUMELS = {"cpu": (1 << 14, 1 << 18), "cuda": (1 << 18, 1 << 22)}
+"""Elements of the buckets on which encoding and decoding are timed, by the kind of device."""
+NOISE = 1.1
+"""Decoding what twice as many workers sent counts as longer from this ratio on."""
+UNIFORM_CURVE = EnergyCurve(((1.0, 1.0),))
+"""Where nothing is known: every entry has the same share."""
+
+
+def link_request(kind: str, nbytes: int, world: int, device: torch.device) -> Collective:
+    """A collective by which this rank sends about so many bytes."""
+    others = max(1, world - 1)
+    if kind == ALL_REDUCE:
+        return Sum(torch.zeros(max(1, nbytes * world // (8 * others)), device=device))
+    if kind == ALL_GATHER:
+        return Gather(torch.zeros(max(1, nbytes // others), dtype=torch.uint8, device=device))
+    each = max(1, nbytes // others)
+    return AllToAll(torch.zeros(world, each, dtype=torch.uint8, device=device))
+
+
+def measure_prices(network: Network, council: Council, device: torch.device) -> MeasuredPrices:
+    """A line per collective, of the slowest rank. Nothing else may use the network meanwhile."""
+    lines = {}
+    world = network.place.world
+    for kind in (ALL_REDUCE, ALL_GATHER, ALL_TO_ALL):
+        points: list[tuple[float, float]] = []
+        for nbytes in TEST_BYTES:
+            request = link_request(kind, nbytes, world, device)
+            # The first of its kind opens connections.
+            times = [_time(network, request, device) for _ in range(TEST_TIMES + (not points))]
+            (slowest,) = council.largest([min(times)])
+            points.append((float(request.sent_bytes(world)), slowest))
+            if slowest > SLOW_S:
+                break
+        lines[kind] = (
+            fit_line(points) if len(points) > 1 else Line(0.0, points[0][1] / points[0][0])
+        )
+    return MeasuredPrices(lines)
+
+
+def _time(network: Network, request: Collective, device: torch.device) -> float:
+    wait_for(device)
+    began = time.perf_counter()
+    network.perform((request,), "a test of the link")
+    wait_for(device)
+    return time.perf_counter() - began
+
+
+def measure_work(
+    candidates: Sequence[Candidate],
+    largest: Callable[[Sequence[float]], Sequence[float]],
+    world: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, WorkCost]:
+    """What encoding and decoding take among `world` workers, the `largest` of all ranks."""
+    found = {}
+    small, large = WORK_NUMELS.get(device.type, WORK_NUMELS["cpu"])
+    for candidate in candidates:
+        times: list[float] = []
+        for numel, among in ((small, world), (large, world), (large, 2 * world)):
+            done = rehearse(
+                [_square(numel, dtype)], candidate.method, among, device=device, times=2
+            )
+            times += [done.encode_s, done.decode_s]
+        encode_small, decode_small, encode, decode, _, more = largest(times)
+        found[candidate.label] = WorkCost(
+            fit_line([(small, encode_small), (large, encode)]),
+            fit_line([(small, decode_small), (large, decode)]),
+            max(0.0, more - NOISE * decode) / (world * large),
+        )
+    return found
+
+
+def _square(numel: int, dtype: torch.dtype) -> ParameterInfo:
+    side = math.isqrt(numel)
+    return ParameterInfo("rehearsal", (side, side), (side, 1), dtype, SlotKind.LINEAR)
+
+
+def count_sharing(council: Council, device: torch.device) -> int:
+    """Workers that share this rank's device, at most over ranks; 1 on CPUs, whose cores the measured times tell of."""
+    if device.type != "cuda":
+        return 1
+    mark = float(zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode()))
+    place = council.place
+    marks = council.largest([mark if rank == place.rank else -1.0 for rank in range(place.world)])
+    return max(marks.count(one) for one in marks if one >= 0)
+
+
+def make_profile(
+    steps: MeasuredSteps,
+    meter: EnergyMeter,
+    parameters: Mapping[str, ParameterInfo],
+    *,
+    council: Council,
+    device: torch.device,
+    work: Mapping[str, WorkCost],
+    prices: MeasuredPrices | None,
+    coalesce_bytes: int,
+) -> Profile:
+    """Everything together; times are those of the slowest rank."""
+    *ready, rest = council.largest([*steps.ready_s, steps.rest_s])
+    units = []
+    for names, moment in zip(steps.units, ready, strict=True):
+        points = meter.curve(names)
+        units.append(Unit(names, moment, EnergyCurve(points) if points else UNIFORM_CURVE))
+    on_cuda = device.type == "cuda"
+    return Profile(
+        world=council.place.world,
+        device=torch.cuda.get_device_name(device) if on_cuda else "CPU",
+        units=tuple(units),
+        rest_s=rest,
+        sharing=count_sharing(council, device),
+        decode_on_link=not on_cuda,
+        parameters=tuple(parameters.values()),
+        work=dict(work),
+        prices=prices,
+        coalesce_bytes=coalesce_bytes,
+    )

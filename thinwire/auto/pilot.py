@@ -1,0 +1,351 @@
+"""Pilot: steers a handle whose method chooses for itself. Measure, try, watch; all ranks at the same steps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from thinwire.auto.council import Council
+from thinwire.auto.measuring import UNIFORM_CURVE
+from thinwire.auto.survey import WARM_STEPS, Survey
+from thinwire.auto.trials import Trials, propose
+from thinwire.engine.network import Network
+from thinwire.engine.reducer import Reducer
+from thinwire.layout import Bucket
+from thinwire.methods.base import Adaptive, Method
+from thinwire.plan.advice import Advice, make_advice
+from thinwire.plan.candidates import DENSE, Candidate
+from thinwire.plan.decision import Decision, Predictor, as_settings, describe
+from thinwire.plan.policy import Rule
+from thinwire.plan.profile import Profile, Unit
+
+logger = logging.getLogger(__name__)
+
+LEAST_STEPS = 3
+SLOW_START = 5.0
+"""A dense step that takes this many times one without communication is too slow to be measured on."""
+SLOW_STEP_S = 0.5
+"""Shorter steps are soon over, and a first one that takes longer may only have opened connections."""
+QUICK_STARTS = ("int8", "topk-5%")
+"""The candidates that it is measured on instead, the first that is one."""
+SURPRISE = 0.15
+"""A step time that differs by more from what was expected"""
+SURPRISES = 3
+"""in so many windows on end makes it plan anew."""
+PROFILE_VARIABLE = "THINWIRE_PROFILE"
+"""Names a file that rank 0 writes its profile to when it has been measured."""
+
+MEASURING, TRYING, WATCHING = "measuring", "trying", "watching"
+
+Switch = Callable[[Method, Sequence[Rule]], bool]
+"""Use a method and rules from this step on; False if that takes another step, before which it must be called again."""
+
+
+class Pilot:
+    """One handle's. `begin_step` and `ready` are called by its reducer."""
+
+    def __init__(
+        self,
+        adaptive: Adaptive,
+        candidates: Sequence[Candidate],
+        reducer: Reducer,
+        network: Network,
+        switch: Switch,
+    ) -> None:
+        self.adaptive = adaptive
+        self.candidates = {one.label: one for one in candidates}
+        self.phase = MEASURING
+        self.profile: Profile | None = None
+        self.decision: Decision | None = None
+        self.labels: tuple[str, ...] = ()
+        """The candidate in force for every unit; empty before the first decision."""
+        self.history: list[tuple[int, str]] = []
+        """(step, what was done in it), for people and for tests."""
+        self._reducer = reducer
+        self._survey = Survey(reducer, network, candidates)
+        self._clock = self._survey.clock
+        self._switch = switch
+        self._turn = 0
+        """Steps begun in this phase."""
+        self._until = WARM_STEPS + adaptive.measure_steps
+        self._predictor: Predictor | None = None
+        self._units: tuple[Unit, ...] = ()
+        self._trials = Trials()
+        self._expected_s = math.nan
+        self._surprises = 0
+        self._wanted: tuple[str, ...] | None = None
+        """Labels that a switch under way will bring."""
+        if len(self.candidates) < 2 or network.place.world == 1:
+            self.phase = WATCHING
+        else:
+            reducer.before_step.append(self.begin_step)
+            reducer.on_ready = self.ready
+
+    @property
+    def _council(self) -> Council:
+        return self._survey.council
+
+    # -- called in every step ------------------------------------------------------------------------------------
+
+    def ready(self, bucket: Bucket) -> Callable[[], None]:
+        look = self.phase == MEASURING and self._turn == WARM_STEPS + 1
+        return self._survey.ready(bucket, look=look)
+
+    def begin_step(self, step: int) -> None:
+        """What this step is for. Everything here depends on counts and agreed figures only."""
+        self._clock.begin_step()
+        if self._wanted is not None:
+            if self._use(self._wanted, step):
+                self._survey.restart()
+            return
+        {MEASURING: self._measure, TRYING: self._try, WATCHING: self._watch}[self.phase](step)
+        self._turn += 1
+
+    def retire(self) -> None:
+        """Somebody else steers from now on."""
+        if self.begin_step in self._reducer.before_step:
+            self._reducer.before_step.remove(self.begin_step)
+            self._reducer.on_ready = None
+
+    def _enter(self, phase: str) -> None:
+        self.phase, self._turn = phase, 0
+
+    # -- measuring -----------------------------------------------------------------------------------------------
+
+    def _measure(self, step: int) -> None:
+        if 0 < self._turn <= WARM_STEPS and not self.labels and self._leave_slow_start(step):
+            return
+        if self._turn == WARM_STEPS:
+            self._survey.restart()
+        elif self._turn == WARM_STEPS + LEAST_STEPS:
+            fitting = int(self.adaptive.measure_s / max(self._survey.period_s(), 1e-6))
+            steps = max(LEAST_STEPS, min(self.adaptive.measure_steps, fitting))
+            self._until = WARM_STEPS + steps
+        if self._turn >= max(self._until, WARM_STEPS + LEAST_STEPS):
+            self._plan(step)
+
+    def _leave_slow_start(self, step: int) -> bool:
+        """Measure under something quicker if the last dense step took many times one without communication."""
+        quick = next((label for label in QUICK_STARTS if label in self.candidates), None)
+        if quick is None:
+            return False
+        units = self._clock.last_units()
+        period, silent = self._council.largest([self._clock.periods()[-1], self._clock.silent_s()])
+        if period <= max(SLOW_START * silent, SLOW_STEP_S):
+            return False
+        self._units = tuple(Unit(names, 0.0, UNIFORM_CURVE) for names in units)
+        self._turn = 0
+        if self._use((quick,) * len(units), step):
+            self._survey.restart()
+        return True
+
+    def _plan(self, step: int) -> None:
+        """Measure the link and the candidates' work, predict, and let rank 0 decide what is tried."""
+        period = self._survey.period_s()
+        profile = self._survey.take_profile(self.labels)
+        if profile is None:
+            self._note(
+                step,
+                "the buckets of the last steps differ, so that nothing can be predicted: stays as it is",
+            )
+            self._enter(WATCHING)
+            return
+        self._use_profile(profile)
+        said = json.loads(self._council.decide(self._choose))
+        plans = [tuple(labels) for labels in said["finalists"]]
+        self._note(step, said["why"])
+        self._save_profile(profile)
+        assert self._predictor is not None
+        self._trials = Trials([self._predictor.plan(labels) for labels in plans])
+        if plans:
+            self._enter(TRYING)
+            if self._use(plans[0], step):
+                self._survey.restart()
+        else:
+            self._expected_s = period
+            self._settle_for(step, tuple(said["labels"]))
+
+    def _choose(self) -> str:
+        """Rank 0: what is worth a trial, if anything."""
+        assert (
+            self.decision is not None and self._predictor is not None and self.profile is not None
+        )
+        now = self._predictor.plan(self._present(len(self.profile.units))) if self.labels else None
+        silent, count = self.profile.conditions.silent_s, self.adaptive.finalists
+        return json.dumps(asdict(propose(self.decision, now, silent, count)))
+
+    def _present(self, count: int) -> tuple[str, ...]:
+        """What is in force, for units that may be others than before."""
+        if len(self.labels) == count:
+            return self.labels
+        return (max(self.labels, key=self.labels.count) if self.labels else DENSE,) * count
+
+    def _save_profile(self, profile: Profile) -> None:
+        path = os.environ.get(PROFILE_VARIABLE)
+        if path and self._council.place.rank == 0:
+            profile.save(Path(path))
+
+    # -- trying --------------------------------------------------------------------------------------------------
+
+    def _try(self, step: int) -> None:
+        if self._turn == WARM_STEPS:
+            self._survey.restart()
+        if self._turn < WARM_STEPS + self.adaptive.trial_steps:
+            return
+        seconds = self._survey.period_s()
+        self._trials.seconds[self.labels] = seconds
+        self._note(step, f"{describe(self.labels)} took {1e3 * seconds:.1f} ms in a trial")
+        waiting = self._trials.next()
+        self._enter(TRYING)
+        if waiting is not None:
+            wanted = waiting.labels
+        else:
+            assert self.profile is not None
+            winner = partial(self._trials.winner, self.profile.conditions.silent_s)
+            wanted = tuple(json.loads(self._council.decide(lambda: json.dumps(winner()))))
+            self._enter(WATCHING)
+            self._expected_s = self._trials.seconds[wanted]
+            self._note(step, f"{describe(wanted)} is kept")
+        if wanted == self.labels or self._use(wanted, step):
+            self._survey.restart()
+
+    def _settle_for(self, step: int, labels: tuple[str, ...]) -> None:
+        self._enter(WATCHING)
+        if labels != self._present(len(labels)):
+            self._use(labels, step)
+        else:
+            self.labels = labels
+        self._survey.restart()
+
+    # -- watching ------------------------------------------------------------------------------------------------
+
+    def _watch(self, step: int) -> None:
+        window = self.adaptive.window
+        if self._turn == 0 or self._turn % window:
+            return
+        (seconds,) = self._council.largest([median(self._clock.periods() or [math.nan])])
+        if math.isnan(self._expected_s):
+            self._expected_s = seconds
+        surprised = abs(seconds / self._expected_s - 1) > SURPRISE
+        self._surprises = self._surprises + 1 if surprised else 0
+        if self._surprises >= SURPRISES:
+            self._surprises = 0
+            self._note(
+                step,
+                f"a step takes {1e3 * seconds:.1f} ms in place of {1e3 * self._expected_s:.1f} ms: plans anew",
+            )
+            self._expected_s = seconds
+            self._plan(step)
+
+    # -- switching -----------------------------------------------------------------------------------------------
+
+    def _use(self, labels: tuple[str, ...], step: int) -> bool:
+        """Have these candidates in force from this step on; False if it takes a step more."""
+        parameters = self._reducer.parameters
+        method, rules = as_settings(labels, self._units, parameters, self.candidates)
+        if not self._switch(method, rules):
+            self._wanted = labels
+            return False
+        self._wanted = None
+        if labels != self.labels:
+            self._note(step, f"uses {describe(labels)}")
+        self.labels = labels
+        return True
+
+    def _note(self, step: int, what: str) -> None:
+        self.history.append((step, what))
+        if self._council.place.rank == 0:
+            logger.info("step %d: %s", step, what)
+
+    # -- telling and saving --------------------------------------------------------------------------------------
+
+    def advise(self) -> Advice:
+        if self.decision is None or self.profile is None:
+            return Advice((), (self._why_nothing(),), settled=self.phase == WATCHING)
+        assert self._predictor is not None
+        kept = self._predictor.plan(self._present(len(self.profile.units)))
+        if self.phase == TRYING:
+            kept = self.decision.chosen
+        advice = make_advice(self.profile, self.decision, tried=self._trials.seconds, kept=kept)
+        return replace(advice, settled=self.phase == WATCHING)
+
+    def _why_nothing(self) -> str:
+        if self._council.place.world == 1:
+            return "There is one worker: nothing is sent, do not compress."
+        if len(self.candidates) < 2:
+            return (
+                "Nothing but dense is safe for this kind of optimizer by our own evidence; pass optimizer=, or "
+                "quality='balanced' or 'fastest'."
+            )
+        if self.phase == WATCHING:
+            return (
+                self.history[-1][1]
+                if self.history
+                else "Taken from a checkpoint; not measured in this run."
+            )
+        return f"Measuring: step {self._turn} of about {self._until}."
+
+    def _key(self) -> str:
+        """What a decision is void without."""
+        shapes = [(info.name, info.shape) for info in self._reducer.parameters.values()]
+        place = self._council.place
+        facts = (place.world, self._reducer.device.type, sorted(self.candidates), shapes)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def state(self) -> str:
+        """The decision as text, which every kind of checkpoint takes."""
+        content: dict[str, Any] = {
+            "key": self._key(),
+            "phase": self.phase,
+            "labels": self.labels,
+            "units": [unit.names for unit in self._units],
+            "expected_s": None if math.isnan(self._expected_s) else self._expected_s,
+            "surprises": self._surprises,
+            "profile": None if self.profile is None else self.profile.to_json(),
+            "finalists": [plan.labels for plan in self._trials.plans],
+            "tried": [[labels, seconds] for labels, seconds in self._trials.seconds.items()],
+        }
+        return json.dumps(content)
+
+    def load(self, text: str) -> None:
+        """Do as was decided, without measuring again; a decision for another job is void.
+
+        What was not decided yet is measured anew, under what was in force.
+        """
+        content = json.loads(text)
+        if content["key"] != self._key():
+            return
+        if content["profile"] is not None:
+            self._use_profile(Profile.from_json(content["profile"]))
+        self._units = self._units or tuple(
+            Unit(tuple(n), 0.0, UNIFORM_CURVE) for n in content["units"]
+        )
+        expected = content["expected_s"]
+        self._expected_s = math.nan if expected is None else expected
+        self._surprises = content["surprises"]
+        self._trials = Trials(
+            seconds={tuple(labels): seconds for labels, seconds in content["tried"]}
+        )
+        self._enter(content["phase"])
+        self.labels = tuple(content["labels"])
+        if self.labels:
+            # Saved in mid-switch they may be of other units than those of the plan that was under way.
+            self._use(self._present(len(self._units)), self._reducer.step)
+        if self._predictor is not None:
+            finalists = content["finalists"]
+            self._trials.plans = [self._predictor.plan(labels) for labels in finalists]
+
+    def _use_profile(self, profile: Profile) -> None:
+        self.profile, self._units = profile, profile.units
+        self._survey.work = dict(profile.work)
+        self._predictor = self._survey.predictor(profile)
+        self.decision = self._predictor.decide()

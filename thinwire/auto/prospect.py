@@ -1,0 +1,72 @@
+"""Prospect: what an optimizer that was handed over allows, now and later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+from torch.optim import Optimizer
+
+from thinwire.errors import UsageError
+from thinwire.methods.adam_scale import AdamScale
+from thinwire.methods.base import Adaptive, Dense, Method
+from thinwire.methods.dgc import DGC
+from thinwire.methods.topk import TopK
+from thinwire.optim.base import Takeover
+from thinwire.optim.known import evidence_of
+from thinwire.optim.takeover import take_over
+from thinwire.optim.velocity import VelocityOptimizer
+from thinwire.plan.candidates import ADAM, DENSE, Candidate, find_candidates
+from thinwire.plan.candidates import SGD as SGD_KIND
+
+PROBES: dict[str, Method] = {SGD_KIND: DGC(), ADAM: AdamScale(method=TopK(), start=1)}
+"""A method that takes over what there is to be taken over from each kind of optimizer."""
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """The optimizer and the parameters that it steps, if the user handed it over."""
+
+    optimizer: Optimizer | None = None
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """Which column of the evidence is about it."""
+        return evidence_of(self.optimizer)
+
+    def take_over(self, method: Method) -> Takeover | None:
+        return take_over(method, self.optimizer, self.parameters)
+
+    def candidates(self, adaptive: Adaptive, world: int) -> list[Candidate]:
+        """What may be chosen."""
+        if isinstance(self.optimizer, VelocityOptimizer):
+            raise UsageError(
+                f"optimizer is {type(self.optimizer).__name__}, which belongs to methods that own momentum, so that tw.Auto() and "
+                "measure() have no others to choose from; name one, such as tw.DGC(density=0.01)"
+            )
+        if adaptive.among:
+            return [Candidate(DENSE, Dense()), *map(named_candidate, adaptive.among)]
+        return find_candidates(adaptive.quality, self.kind, world, takes_over=self._takes_over())
+
+    def find_present(self, method: Method, world: int) -> Candidate:
+        """A method that somebody has named: the candidate of any class that it is, or one of its own."""
+        known = find_candidates("fastest", self.kind, world)
+        known += self.candidates(Adaptive(quality="fastest"), world)
+        own = replace(named_candidate(method), label=type(method).__name__)
+        return next((one for one in known if one.method == method), own)
+
+    def _takes_over(self) -> str | None:
+        """What methods could take over from this optimizer."""
+        probe = PROBES.get(self.kind)
+        try:
+            return probe.takes_over if probe is not None and self.take_over(probe) else None
+        except UsageError:
+            return None
+
+
+def named_candidate(method: Method) -> Candidate:
+    density = getattr(method, "density", None)
+    label = type(method).__name__.lower()
+    return Candidate(label, method, density=density if isinstance(density, float) else None)

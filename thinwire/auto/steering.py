@@ -1,0 +1,278 @@
+"""Steering: which method a handle uses, and how that changes: by its user, by a pilot, with an optimizer's momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from thinwire.auto.onlooker import Onlooker
+from thinwire.auto.pilot import Pilot
+from thinwire.auto.prospect import Prospect
+from thinwire.errors import UsageError
+from thinwire.methods.base import Adaptive, Dense, Method
+from thinwire.optim.base import Takeover
+from thinwire.plan.advice import Advice
+from thinwire.plan.policy import Rule
+
+if TYPE_CHECKING:
+    from thinwire.handle import Handle
+
+NOT_MEASURED = (
+    "Nothing has been measured yet: call handle.measure() on every rank at the same step, train on for a dozen steps, and ask "
+    "again."
+)
+
+
+class Steering:
+    """One handle's. `method` and `policy` are its user's choice, a `takeover` is what an optimizer has handed over for them.
+
+    The `prospect` of an optimizer tells what can be taken over later.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        method: Method,
+        policy: Sequence[Rule],
+        takeover: Takeover | None,
+        prospect: Prospect,
+    ) -> None:
+        self.pilot: Pilot | None = None
+        """Steers where the method chooses for itself."""
+        self._onlooker: Onlooker | None = None
+        """Measures where the method is what it is, if the user asks for it."""
+        self._handle = handle
+        self._asked = method
+        """The user's own."""
+        self._method = method
+        self._policy = list(policy)
+        """The user's own rules."""
+        self._rules = list(policy)
+        """The rules in force; a pilot adds its own."""
+        self._takeover = takeover
+        self._prospect = prospect
+        self._next: tuple[Method, list[Rule]] | None = None
+        """What comes when momentum has changed hands, which takes a dense step."""
+        handle.reducer.before_step.append(self._finish_switch)
+        self._start_pilot(method)
+
+    def settings(self) -> tuple[Method, list[Rule]]:
+        """What the reducer runs: the method and the rules, with what was taken over in them; dense while momentum is to
+        change hands."""
+        if self._next is not None:
+            return bind(Dense(), [], self._takeover)
+        return bind(self._method, self._rules, self._takeover)
+
+    def begin_move(self) -> tuple[Method, list[Rule]]:
+        """What the reducer among other ranks begins with. What a pilot decided for the old ones is void: it starts dense.
+
+        With momentum in the handle's hands that waits for `follow_move`: only the method in force has a place for it.
+        """
+        self._dismiss_onlooker()
+        if self.pilot is not None and self._takeover is None:
+            self._method = self._asked
+            self._rules, self._next = list(self._policy), None
+        return bind(self._method, self._rules, self._takeover)
+
+    def rebind(self) -> None:
+        """The takeover binds the method in another way from now on, on all ranks alike."""
+        self._handle.reducer.follow(*self.settings())
+
+    def follow_move(self) -> None:
+        """The handle has another reducer, among other ranks."""
+        reducer = self._handle.reducer
+        reducer.before_step.append(self._finish_switch)
+        if self.pilot is not None:
+            if self._takeover is not None:
+                self._method, self._rules, self._next = Dense(), list(self._policy), None
+                reducer.switch(*self.settings())
+            self._begin(self.pilot.adaptive)
+        elif self._next is not None:
+            # The dense step that momentum waits for is still to come.
+            reducer.switch(*self.settings())
+
+    # -- the user ------------------------------------------------------------------------------------------------
+
+    def switch(self, method: Method, policy: Sequence[Rule] | None) -> None:
+        """Use another method from the next step on."""
+        rules = self._policy if policy is None else list(policy)
+        # Whoever steers or measures goes on if this is refused.
+        self._apply(method, rules)
+        if self.pilot is not None:
+            self.pilot.retire()
+            self.pilot = None
+        self._dismiss_onlooker()
+        self._asked, self._policy = method, rules
+        self._start_pilot(method)
+
+    def _apply(self, method: Method, rules: Sequence[Rule]) -> bool:
+        """Use another method from this step on; False if momentum has to change hands first, which takes a dense step."""
+        reducer = self._handle.reducer
+        methods = [method, *(rule.method for rule in rules if rule.method)]
+        wanted, taken = whose_momentum(methods), self._takeover is not None
+        if wanted is None or wanted == taken or not self._can_change_hands():
+            reducer.switch(*bind(method, rules, self._takeover))
+            self._method, self._rules, self._next = method, list(rules), None
+            if self._takeover is not None:
+                self._takeover.follow_switch(self._handle)
+            return True
+        if not taken:
+            # Whatever cannot be taken over is refused now.
+            self._prospect.take_over(find_owner(methods))
+        self._next = (method, list(rules))
+        if reducer.assignments.hold_nothing_back:
+            self._change_hands()
+            return True
+        reducer.switch(*self.settings())
+        return False
+
+    # -- a pilot -------------------------------------------------------------------------------------------------
+
+    def _start_pilot(self, method: Method) -> None:
+        """Have a method that chooses for itself do so from the next step on; other methods are what they are."""
+        if method.adaptive is None:
+            return
+        if self._handle.reducer.driver.network is None:
+            raise UsageError(
+                f"method is {type(method).__name__}, which measures a link; simulated workers have none, so name a method"
+            )
+        self._begin(method.adaptive)
+
+    def _begin(self, adaptive: Adaptive) -> None:
+        reducer = self._handle.reducer
+        candidates = self._prospect.candidates(adaptive, self._handle.world)
+        assert reducer.driver.network is not None
+        self.pilot = Pilot(adaptive, candidates, reducer, reducer.driver.network, self._try_apply)
+
+    def _try_apply(self, method: Method, rules: Sequence[Rule]) -> bool:
+        """The pilot's way to switch: the user's own rules come first."""
+        wanted = (method, [*self._policy, *rules])
+        if self._next is not None and self._next == wanted:
+            return False
+        return self._apply(*wanted)
+
+    # -- somebody who looks on -----------------------------------------------------------------------------------
+
+    def measure(self, steps: int, quality: str) -> None:
+        """Measure the next steps under the method in force, on all ranks."""
+        reducer, world = self._handle.reducer, self._handle.world
+        network = reducer.driver.network
+        if self.pilot is not None or network is None:
+            raise UsageError(
+                "measure() is for methods that do not measure by themselves, on workers that have a link: tw.Auto() does, and "
+                "simulated workers have none"
+            )
+        self._dismiss_onlooker()
+        candidates = self._prospect.candidates(Adaptive(quality=quality), world)
+        present = self._prospect.find_present(self._method.at(reducer.step), world)
+        self._onlooker = Onlooker(reducer, network, candidates, present, steps)
+
+    def advise(self) -> Advice:
+        if self.pilot is not None:
+            return self.pilot.advise()
+        if self._onlooker is not None:
+            return self._onlooker.advise()
+        return Advice((), (NOT_MEASURED,), settled=False)
+
+    def _dismiss_onlooker(self) -> None:
+        if self._onlooker is not None:
+            self._onlooker.retire()
+            self._onlooker = None
+
+    # -- an optimizer's momentum ---------------------------------------------------------------------------------
+
+    def _can_change_hands(self) -> bool:
+        """Whether the optimizer is known, and can go on by itself where it has been in other hands."""
+        if self._takeover is not None:
+            return self._takeover.can_give_back
+        return self._prospect.optimizer is not None
+
+    def _finish_switch(self, step: int) -> None:
+        """A dense step has sent all that was held back: momentum can change hands."""
+        if self._next is not None and self._handle.reducer.assignments.hold_nothing_back:
+            self._change_hands()
+
+    def give_back(self) -> bool:
+        """Hand momentum back for good if it is the same on all ranks, as it is when all is dense; False if it is not, or none was taken."""
+        taken = self._takeover
+        if taken is None or not taken.can_give_back:
+            return False
+        if not self._handle.reducer.assignments.hold_nothing_back:
+            return False
+        self._return(taken)
+        return True
+
+    def _return(self, taken: Takeover) -> None:
+        taken.give_back()
+        replicas = self._handle.reducer.replicas
+        if replicas is not None and taken in replicas.followers:
+            replicas.followers.remove(taken)
+        self._takeover = None
+
+    def _change_hands(self) -> None:
+        assert self._next is not None
+        (method, rules), self._next = self._next, None
+        self._method, self._rules = method, rules
+        reducer = self._handle.reducer
+        if self._takeover is not None:
+            self._return(self._takeover)
+            reducer.switch(method, rules)
+            return
+        methods = [method, *(rule.method for rule in rules if rule.method)]
+        taken = self._prospect.take_over(find_owner(methods))
+        assert taken is not None
+        self._takeover = taken
+        reducer.switch(*bind(method, rules, taken))
+        taken.commit([self._handle])
+        if reducer.replicas is not None:
+            reducer.replicas.followers.append(taken)
+
+    # -- saving it -----------------------------------------------------------------------------------------------
+
+    def save_into(self, content: dict[str, Any]) -> None:
+        """Add what of the handle's state is not its reducer's."""
+        if self._takeover is not None:
+            content["memory"] |= self._takeover.stores()
+            numbers = self._takeover.numbers()
+            content |= {"takeover": numbers} if numbers else {}
+        if self.pilot is not None:
+            content["auto"] = self.pilot.state()
+
+    def before_load(self, content: dict[str, Any]) -> None:
+        """The reducer is about to load its state out of this content."""
+        if self.pilot is not None and "auto" in content:
+            self.pilot.load(content["auto"])
+        if self._takeover is not None:
+            self._takeover.before_load(self._handle, content.get("takeover", {}))
+
+    def after_load(self, content: dict[str, Any]) -> None:
+        if self._takeover is not None:
+            self._takeover.after_load(self._handle, content["memory"])
+
+
+def whose_momentum(methods: Sequence[Method]) -> bool | None:
+    """Whether these methods do a part of the optimizer's work; None where they work either way, as plain means do."""
+    if any(method.takes_over is not None for method in methods):
+        return True
+    if all(method.is_dense or method.adaptive is not None for method in methods):
+        return None
+    return False
+
+
+def find_owner(methods: Sequence[Method]) -> Method:
+    """The first that does a part of the optimizer's work."""
+    return next(method for method in methods if method.takes_over is not None)
+
+
+def bind(
+    method: Method, policy: Sequence[Rule], takeover: Takeover | None
+) -> tuple[Method, list[Rule]]:
+    """The settings with what was taken over from the optimizer in them."""
+    if takeover is not None:
+        return takeover.bind(method), takeover.bind_policy(policy)
+    if method.takes_over is not None:
+        raise UsageError(
+            f"method is {type(method).__name__}, which takes momentum over from the optimizer; attach with it and "
+            "optimizer=opt instead of switching to it"
+        )
+    return method, list(policy)

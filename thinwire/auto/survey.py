@@ -1,0 +1,99 @@
+"""Survey: real steps of one job, the link and the candidates' work, measured on all ranks at the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from thinwire.auto.clock import EnergyMeter, MeasuredSteps, StepClock
+from thinwire.auto.council import Council
+from thinwire.auto.measuring import make_profile, measure_prices, measure_work
+from thinwire.auto.rehearsal import Traffic
+from thinwire.engine.network import Network
+from thinwire.engine.reducer import Reducer
+from thinwire.layout import Bucket
+from thinwire.plan.candidates import Candidate
+from thinwire.plan.decision import Predictor
+from thinwire.plan.profile import Profile, WorkCost
+
+WARM_STEPS = 2
+"""Not measured: DDP changes its buckets after the first step, and first steps compile and flush."""
+
+
+class Survey:
+    """What is known of one reducer's steps so far; whoever installs it on the reducer says when a step begins."""
+
+    def __init__(self, reducer: Reducer, network: Network, candidates: Sequence[Candidate]) -> None:
+        self.reducer = reducer
+        self.candidates = {one.label: one for one in candidates}
+        self.clock = StepClock(reducer.device)
+        self.work: dict[str, WorkCost] = {}
+        """What encoding and decoding take by candidate; measured once."""
+        self._network = network
+        self.council = Council(network.group, network.place)
+        self._meter = EnergyMeter()
+        self._traffic = Traffic(network.place.world)
+
+    def ready(self, bucket: Bucket, *, look: bool) -> Callable[[], None]:
+        """A bucket is about to be encoded. `look` has the magnitudes of its gradient counted, too."""
+        if look:
+            self._meter.look(bucket.layout, bucket.flat)
+        return self.clock.ready(bucket.layout)
+
+    def restart(self) -> None:
+        """What has just been done takes no part in the time of a step."""
+        self.clock.clear()
+        self.clock.begin_step()
+
+    def period_s(self) -> float:
+        """Of the slowest rank, the median over the steps since the last restart."""
+        return self.council.largest([median(self.clock.periods())])[0]
+
+    def take_profile(self, in_force: Sequence[str]) -> Profile | None:
+        """Measure what is left to measure and put everything together; the same on all ranks.
+
+        `in_force` are the candidates by which the units have been encoded, one that stands for all, or none for dense.
+        None if the units of the last steps differ, as of models that use other parameters in every step.
+        """
+        steps = self.clock.measured()
+        if self.council.largest([0.0 if steps is not None else 1.0])[0] or steps is None:
+            return None
+        device, parameters = self.reducer.device, self.reducer.parameters
+        prices = measure_prices(self._network, self.council, device)
+        if not self.work:
+            dtype = next(iter(parameters.values())).dtype
+            candidates, world = list(self.candidates.values()), self.council.place.world
+            self.work = measure_work(candidates, self.council.largest, world, device, dtype)
+        if in_force and device.type == "cpu":
+            steps = steps.without_encoding(self._own_encoding(steps, in_force))
+        profile = make_profile(
+            steps,
+            self._meter,
+            parameters,
+            council=self.council,
+            device=device,
+            work=self.work,
+            prices=prices,
+            coalesce_bytes=self.reducer.coalesce_bytes,
+        )
+        # The same figures on every rank; of the energy curves rank 0's count.
+        return Profile.from_json(self.council.decide(profile.to_json))
+
+    def _own_encoding(self, steps: MeasuredSteps, in_force: Sequence[str]) -> list[float]:
+        """Seconds that the candidates in force encode in every unit, which delays the gradients behind it."""
+        found = []
+        alike = len(in_force) != len(steps.units)
+        labels = [in_force[0]] * len(steps.units) if alike else in_force
+        for label, names in zip(labels, steps.units, strict=True):
+            numel = sum(self.reducer.parameters[name].numel for name in names)
+            line = self.work[label].encode
+            found.append(line.latency_s + line.per_byte_s * numel)
+        return found
+
+    def predictor(
+        self, profile: Profile, candidates: Sequence[Candidate] | None = None
+    ) -> Predictor:
+        """Of all candidates or some, on the link and among the workers that were measured."""
+        assert profile.prices is not None
+        chosen = list(self.candidates.values()) if candidates is None else candidates
+        return Predictor(profile, chosen, profile.prices, self._traffic.rounds)

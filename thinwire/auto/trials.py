@@ -1,0 +1,65 @@
+"""Trials: plans that are used for a few steps each, and what is worth one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from thinwire.plan.candidates import DENSE
+from thinwire.plan.decision import NEAR_FASTEST, NEAR_SILENT, Decision, Plan
+
+WORTH_SWITCHING = 0.05
+
+Labels = tuple[str, ...]
+"""A candidate for every unit."""
+
+
+@dataclass
+class Trials:
+    """Seconds of a step under every plan that has been tried, of those that are to be."""
+
+    plans: Sequence[Plan] = ()
+    seconds: dict[Labels, float] = field(default_factory=dict)
+
+    def next(self) -> Plan | None:
+        """The first that has not been tried."""
+        return next((plan for plan in self.plans if plan.labels not in self.seconds), None)
+
+    def winner(self, silent_s: float) -> Labels:
+        """The one that keeps most among those that are fast enough, where a step without communication takes so long."""
+        # A trial that was resumed in mid-switch began under what had been in force, which is no plan.
+        fastest = min(self.seconds[plan.labels] for plan in self.plans)
+        deadline = max(NEAR_SILENT * silent_s, NEAR_FASTEST * fastest)
+        fitting = [plan for plan in self.plans if self.seconds[plan.labels] <= deadline]
+        return max(fitting, key=lambda plan: (plan.kept, -self.seconds[plan.labels])).labels
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What is worth a trial; if nothing is, what is used."""
+
+    why: str
+    finalists: Sequence[Labels] = ()
+    labels: Labels = ()
+
+
+def propose(decision: Decision, now: Plan | None, silent_s: float, count: int) -> Proposal:
+    """At most `count` plans that are worth a trial, where `now` is the one in force; None before the first decision."""
+    chosen, dense = decision.chosen, decision.dense
+    finalists = decision.finalists(count)
+    why = f"{chosen.name} is predicted to take {1e3 * chosen.prediction.step_s:.1f} ms"
+    if now is not None:
+        # A plan is in force: it has to be worth while to leave it.
+        gain = 1 - chosen.prediction.step_s / now.prediction.step_s
+        less = chosen.kept > now.kept and gain > -WORTH_SWITCHING / 2
+        if chosen.labels == now.labels or not (gain >= WORTH_SWITCHING or less):
+            return Proposal(f"stays with {now.name}", labels=now.labels)
+        known = {plan.labels: plan for plan in (chosen, now, *finalists)}
+        finalists = list(known.values())[:count]
+    elif set(chosen.labels) == {DENSE}:
+        why = (
+            f"dense is predicted {1e3 * dense.prediction.exposed_s:.1f} ms slower than no communication "
+            f"({1e3 * silent_s:.1f} ms), and nothing is faster in a way that counts: not compressed"
+        )
+        return Proposal(why, labels=dense.labels)
+    return Proposal(why, [plan.labels for plan in finalists])

@@ -1,0 +1,22 @@
+"""Compress: methods at work. What a group of slots sends, who does the work, and what has to be settled afterwards."""
+
+from thinwire.compress.backends import Backend, SparseTask, forget_backend, register_backend
+from thinwire.compress.base import Compressor, GroupPlan, GroupStep, Opened, Route, Terms
+from thinwire.compress.kernel_routes import THRESHOLD_KERNELS, TOP_K_KERNELS
+from thinwire.compress.picked_routes import PICKING_KERNELS
+
+__all__ = [
+    "PICKING_KERNELS",
+    "THRESHOLD_KERNELS",
+    "TOP_K_KERNELS",
+    "Backend",
+    "Compressor",
+    "GroupPlan",
+    "GroupStep",
+    "Opened",
+    "Route",
+    "SparseTask",
+    "Terms",
+    "forget_backend",
+    "register_backend",
+]

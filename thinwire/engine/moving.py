@@ -1,0 +1,80 @@
+"""Moving: a reducer goes on among the ranks of another group, and ranks that come together agree on the step they are at."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thinwire.engine.device_drivers import make_driver, make_on
+from thinwire.engine.drivers import Driver
+from thinwire.engine.reducer import Reducer
+from thinwire.errors import UsageError
+
+FindGroup = Callable[[dist.ProcessGroup | None, nn.Module | None], dist.ProcessGroup]
+"""The group to move to, out of what `regroup` was given: a group, or a model that was wrapped anew."""
+
+OWN = ("memory", "shards")
+"""What of a rank's state is its own. The rest is the same on all ranks of a group."""
+
+
+def refuse_to_move(
+    process_group: dist.ProcessGroup | None, model: nn.Module | None
+) -> dist.ProcessGroup:
+    raise UsageError(
+        "the workers of this handle cannot change; regroup is for attach and DistributedOptimizer"
+    )
+
+
+def take_group(
+    process_group: dist.ProcessGroup | None, model: nn.Module | None
+) -> dist.ProcessGroup:
+    if process_group is None:
+        raise UsageError("process_group is None; pass regroup the group to go on in")
+    return process_group
+
+
+def move(old: Reducer, group: dist.ProcessGroup, build: Callable[[Driver], Reducer]) -> Reducer:
+    """A reducer of the same parameters in another group, which goes on with what this one holds on this rank."""
+    made = make_on(make_driver(group, old.device), build)
+    old.settle()
+    if old.replicas is not None:
+        old.replicas.followers.remove(old.assignments)
+    made.coalesce_bytes, made.merge_bytes = old.coalesce_bytes, old.merge_bytes
+    made.load_state_dict(old.state_dict())
+    return made
+
+
+def share_progress(reducer: Reducer) -> None:
+    """Ranks that are behind take counters and what was learned from the first that is furthest.
+
+    1. Every rank says its step.
+    2. The first of the furthest sends all of its state but the memory, if anyone is behind.
+    3. Those behind load it. What they hold back stays.
+    """
+    driver = reducer.driver
+    steps = [int(one) for one in driver.gather(str(reducer.step).encode())]
+    if min(steps) == max(steps):
+        return
+    source = steps.index(max(steps))
+    content = reducer.state_dict()
+    shared = {key: values for key, values in content.items() if key not in OWN}
+    received = driver.broadcast(_to_bytes(shared), source)
+    if reducer.step < max(steps):
+        own = {key: values for key, values in content.items() if key in OWN}
+        reducer.load_state_dict({**_from_bytes(received), **own})
+
+
+def _to_bytes(content: dict[str, Any]) -> bytes:
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream.getvalue()
+
+
+def _from_bytes(content: bytes) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return loaded

@@ -1,0 +1,129 @@
+"""The model of a training step: buckets become ready, are encoded, take turns on one link, and are decoded.
+
+    R_i = b_i + s * sum_{j<=i} e_j              s = workers that share the device
+    F_i = max(F_{i-1}, R_i) + c_i               one link, buckets in order
+    T   = max(F_n, R_n + s * sum_{j<n} d_j) + s * d_n + rest
+
+Where the thread that communicates also decodes (gloo), c_i becomes c_i + d_i and the sums of d vanish.
+
+A bucket here is a unit: DDP's buckets that were encoded as one, as the reducer's `merge_bytes` says. Units that send little
+travel together: they wait until they send `coalesce_bytes`, leave when the last of them is encoded, and pay one latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one bucket takes under one method, in seconds."""
+
+    encode_s: float
+    exchange_s: float
+    decode_s: float
+    latency_s: float = 0.0
+    """The part of the exchange that buckets which travel together pay once."""
+    sent_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What is the same whatever is chosen."""
+
+    ready_s: tuple[float, ...]
+    """b_i: when each bucket's gradient is there, from the moment at which the first one is."""
+    rest_s: float
+    """From the end of the last bucket's exchange to the first bucket of the next step: optimizer, forward, first layers."""
+    sharing: int = 1
+    """s: workers that share the device, so that each one's encoding delays the others'."""
+    decode_on_link: bool = False
+    """Whether the thread that communicates decodes as well."""
+    coalesce_bytes: float = 0.0
+    """Buckets wait for each other until together they send so much, or until the last one is there."""
+
+    @property
+    def silent_s(self) -> float:
+        """The step without communication."""
+        return self.ready_s[-1] + self.rest_s
+
+    def charge(self, cost: Cost) -> Cost:
+        """What a bucket really adds to encoding, link and decoding here."""
+        encode, decode = self.sharing * cost.encode_s, self.sharing * cost.decode_s
+        if self.decode_on_link:
+            exchange = cost.exchange_s + cost.decode_s
+            return replace(cost, encode_s=encode, exchange_s=exchange, decode_s=0.0)
+        return replace(cost, encode_s=encode, decode_s=decode)
+
+
+@dataclass(frozen=True)
+class BucketSpan:
+    """When one bucket does what, in seconds from the moment at which the first bucket is ready."""
+
+    ready: float
+    encoded: float
+    sent: float
+    """When its exchange begins."""
+    arrived: float
+    """When its exchange ends."""
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """A step as the model sees it."""
+
+    step_s: float
+    silent_s: float
+    spans: tuple[BucketSpan, ...]
+
+    @property
+    def exposed_s(self) -> float:
+        """What communication and compression add to a step without them."""
+        return self.step_s - self.silent_s
+
+
+def predict_step(conditions: Conditions, costs: Sequence[Cost]) -> StepPrediction:
+    """A step in which every bucket has one of these costs."""
+    spans: list[BucketSpan] = []
+    waiting: list[tuple[float, float, Cost]] = []
+    delay = free = decoding = last_decode = 0.0
+    for ready, cost in zip(conditions.ready_s, map(conditions.charge, costs), strict=True):
+        delay += cost.encode_s
+        decoding, last_decode = decoding + last_decode, cost.decode_s
+        waiting.append((ready, ready + delay, cost))
+        is_last = len(spans) + len(waiting) == len(costs)
+        if is_last or sum(one.sent_bytes for *_, one in waiting) >= conditions.coalesce_bytes:
+            sent = max(free, ready + delay)
+            free = sent + exchange_together([one for *_, one in waiting])
+            spans += [BucketSpan(came, encoded, sent, free) for came, encoded, _ in waiting]
+            waiting = []
+    ended = max(free, spans[-1].encoded + decoding) + last_decode
+    return StepPrediction(ended + conditions.rest_s, conditions.silent_s, tuple(spans))
+
+
+def exchange_together(costs: Sequence[Cost]) -> float:
+    """Seconds of buckets that travel as one: all that they send, and the largest of their latencies."""
+    latencies = [cost.latency_s for cost in costs]
+    return sum(cost.exchange_s for cost in costs) - sum(latencies) + max(latencies)
+
+
+SPREAD_BUCKETS = 10
+BACKWARD_SHARE = 2 / 3
+
+
+def predict_from_bytes(
+    step_s: float, sent_bytes: float, latency_s: float, seconds_per_byte: float
+) -> float:
+    """Seconds of a step of which only its own time and its bytes are known: a rough guess.
+
+    The bytes leave in ten equal buckets, ready one after the other in the last two thirds of the step.
+    """
+    if not sent_bytes:
+        return step_s
+    ready = [
+        step_s * BACKWARD_SHARE * (index + 1) / SPREAD_BUCKETS for index in range(SPREAD_BUCKETS)
+    ]
+    conditions = Conditions(tuple(ready), step_s - ready[-1])
+    each = latency_s + sent_bytes * seconds_per_byte / SPREAD_BUCKETS
+    return predict_step(conditions, [Cost(0.0, each, 0.0)] * SPREAD_BUCKETS).step_s
