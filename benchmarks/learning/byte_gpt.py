@@ -63,8 +63,15 @@ SCALED: dict[str, tuple[tw.Method, dict[str, Any]]] = {
     "bit2-adam-refresh": (tw.Quantized(bits=2, block=64), {"divisor": REFRESH, "limit": 3.0}),
     "bit1-adam": (tw.Quantized(bits=1), {}),
     "bit1-adam-refresh": (tw.Quantized(bits=1), {"divisor": REFRESH, "limit": 3.0}),
-    "bit1-adam-refresh-sums8": (
-        tw.Quantized(bits=1, sum_bits=8),
+    **{
+        f"bit1-adam-refresh-sums{bits}": (
+            tw.Quantized(bits=1, sum_bits=bits),
+            {"divisor": REFRESH, "limit": 3.0},
+        )
+        for bits in (2, 4, 8)
+    },
+    "bit1-adam-refresh-block32": (
+        tw.Quantized(bits=1, block=32),
         {"divisor": REFRESH, "limit": 3.0},
     ),
     "bit1-adam-refresh-free": (tw.Quantized(bits=1), {"divisor": REFRESH}),

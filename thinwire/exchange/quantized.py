@@ -112,8 +112,10 @@ class QuantizedSum:
     ) -> Program[Outcome]:
         """Sum `account.c` over ranks; what is not sent of it stays there. `counts` are the slots' exchanges so far.
 
-        With a `divisor` (positive, the same on all ranks, in the group's layout) c / divisor is quantised. What is above a
-        `limit` in these units is not sent, and stays as well.
+        With a `divisor` (positive, the same on all ranks, in the group's layout) c / divisor is quantised. With a `limit`, in
+        these units, what a rank sends of an element is cut to it, and what an owner adds up to as many times the limit as there
+        are ranks; the rest stays as well. An owner's own part is not cut by itself: in its memory lies what was left of the
+        sums, which is as large as that of all ranks together.
         """
         c = account.c
         self._count(counts)
@@ -126,7 +128,9 @@ class QuantizedSum:
             before = c.clone()
             blocks, flags = yield from self._sum_inside(blocks, flags)
             c.zero_()
-        offered = blocks if limit is None or by_team is None else cut_off(blocks, by_team * limit)
+        offered = blocks
+        if limit is not None and by_team is not None:
+            offered = cut_off(blocks, by_team * limit)
         sent = SentBlocks(self, blocks, self._encode(offered, by_team), by_team)
         account.write_off_all(sent if self.per_host == 1 else SentInside(before, account))
         left = blocks - sent.decoded()
@@ -137,16 +141,16 @@ class QuantizedSum:
         raised, coded = self.offer.read(arrived)
         used, bad = raised[:-1], raised[-1]
         own_divisor = None if by_team is None else by_team[self.peer]
-        own = offered[self.peer] if own_divisor is None else offered[self.peer] / own_divisor
+        own = blocks[self.peer] if own_divisor is None else blocks[self.peer] / own_divisor
         total = self._add_up(coded, own)
         overflow = ~total.isfinite().all()
         drop_if_bad(total, overflow)
         known = used[self._slots]
         total = torch.where(known[self.peer][:, None] & self._real, total, 0.0)
-        final = self._encode_sums(total)
+        final = self._encode_sums(total if limit is None else self._limited(total, limit))
         kept = total - self.sum_quantizer.decode(final)
         if own_divisor is not None:
-            kept = kept * own_divisor + (blocks - offered)[self.peer]
+            kept = kept * own_divisor
         sent.settle_used(c, known, kept)
         message = self.sums.write(overflow[None], Coded(*(part[None] for part in final)))
         gathered = yield from self.gather(message.view(-1))
@@ -235,6 +239,11 @@ class QuantizedSum:
     def _encode(self, blocks: Tensor, divisor: Tensor | None) -> Coded:
         draws = self._draw(self.place.rank, self._slots, self._places)
         return self.quantizer.encode(blocks, self.lengths, draws, divisor)
+
+    def _limited(self, total: Tensor, limit: Tensor | float) -> Tensor:
+        """So that the mean is within it."""
+        most = limit * self.place.world
+        return total.clamp(-most, most)
 
     def _encode_sums(self, total: Tensor) -> Coded:
         peer = self.peer
