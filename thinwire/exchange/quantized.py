@@ -64,8 +64,10 @@ class QuantizedSum:
         """This one among them."""
         self.scope = EVERYONE if per_host == 1 else BETWEEN
         self.owned = OwnedBlocks(group, block, place.world)
-        self.team = list(range(place.rank % per_host, place.world, per_host))
-        """The owners among the peers."""
+        self.among = slice(place.rank % per_host, None, per_host)
+        """The owners among the peers, as an index: a list would be copied to the device, for which the host waits."""
+        self.team = range(place.world)[self.among]
+        """Their ranks."""
         self.owner = self.team[self.peer]
         """This rank as an owner."""
         width, slots = self.owned.width, len(group.slots)
@@ -82,17 +84,17 @@ class QuantizedSum:
     @cached_property
     def lengths(self) -> Tensor:
         """int32 [peers, width]: elements of each of the team's blocks."""
-        return self.owned.lengths[self.team]
+        return self.owned.lengths[self.among]
 
     @cached_property
     def _slots(self) -> Tensor:
         """int64 [peers, width]: their slots."""
-        return self.owned.slots[self.team].long()
+        return self.owned.slots[self.among].long()
 
     @cached_property
     def _places(self) -> Tensor:
         """int32 [peers, width]: elements of the slots that come before them."""
-        return self.owned.places[self.team]
+        return self.owned.places[self.among]
 
     @cached_property
     def _real(self) -> Tensor:
@@ -123,7 +125,7 @@ class QuantizedSum:
         divisors = None if divisor is None else self.owned.cut(divisor)
         if divisors is not None:
             divisors = torch.where(divisors > 0, divisors, 1.0)
-        by_team = None if divisors is None else divisors[self.team]
+        by_team = None if divisors is None else divisors[self.among]
         if self.per_host > 1:
             before = c.clone()
             blocks, flags = yield from self._sum_inside(blocks, flags)
