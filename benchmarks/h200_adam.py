@@ -1,8 +1,9 @@
-"""How compression learns with AdamW: a byte-level GPT on WikiText-2 with simulated workers, for short sittings at a GPU.
+"""How compression and local steps learn with AdamW: a byte-level GPT on WikiText-2 with simulated workers, for short sittings at a GPU.
 
     python3 benchmarks/h200_adam.py --out out                                   # five methods, one seed, one rate
     python3 benchmarks/h200_adam.py --out out --lrs 5e-4,1e-3,2e-3              # rates, for dense and the others alike
     python3 benchmarks/h200_adam.py --out out --methods dense,bit1-adam-refresh --seeds 0,1,2
+    python3 benchmarks/h200_adam.py --out out --methods dense,diloco-32,sparseloco-32 --layers 8 --width 512 --batch 2 --steps 5120 --narrow
     python3 benchmarks/h200_adam.py --out out --device cpu --tiny --data-dir DIR
 
 Cells (method, rate, seed) train side by side, each in a process of its own. `--out` gets rows.json, which is up to date at
@@ -52,6 +53,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a worker and step")
+    parser.add_argument("--narrow", action="store_true", help="bf16 autocast")
     parser.add_argument("--minutes", type=float, default=9.4)
     parser.add_argument("--seats", type=int, default=5, help="cells at once")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -78,6 +81,8 @@ def list_cells(options: argparse.Namespace) -> list[Cell]:
             workers=options.workers,
             layers=options.layers,
             width=options.width,
+            batch=options.batch,
+            narrow=options.narrow,
         )
         for seed in options.seeds.split(",")
         for lr in options.lrs.split(",")

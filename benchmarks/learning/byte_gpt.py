@@ -1,4 +1,4 @@
-"""A byte-level GPT on text files, trained by simulated workers: one cell of the study of Adam.
+"""A byte-level GPT on text files, trained by simulated workers: one cell of the studies of Adam and of local steps.
 
 Everything that differs between cells is in `Cell`; data, batches and the start of the weights depend on the seed alone.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +43,13 @@ class Cell:
     context: int = 256
     batch: int = 8
     """Sequences of every worker and step."""
+    narrow: bool = False
+    """Forward and backward in bf16 autocast."""
 
     @property
     def key(self) -> str:
-        return f"{self.method}-lr{self.lr:g}-start{self.start}-seed{self.seed}"
+        size = f"{self.layers}x{self.width}x{self.batch}-{self.steps}"
+        return f"{self.method}-{size}-lr{self.lr:g}-start{self.start}-seed{self.seed}"
 
 
 REFRESH = tw.memory.Refresh(every=50)
@@ -76,7 +80,24 @@ SCALED: dict[str, tuple[tw.Method, dict[str, Any]]] = {
     ),
     "bit1-adam-refresh-free": (tw.Quantized(bits=1), {"divisor": REFRESH}),
 }
-METHODS = ("dense", *PLAIN, *SCALED)
+LOCAL: dict[str, tuple[int, tw.Method, dict[str, Any]]] = {
+    # DiLoCo's outer optimizer is the default of local steps.
+    **{f"diloco-{every}": (every, tw.Dense(), {}) for every in (8, 32)},
+    **{
+        f"sparseloco-{every}": (
+            every,
+            tw.Compose(
+                select=tw.select.ChunkwiseTopK(1 / 64, chunk=4096),
+                memory=tw.memory.Residual(beta=0.95),
+                wire=tw.wire.Wire(values="int2", indices="rice"),
+            ),
+            {"outer": {"lr": 1.0}},
+        )
+        for every in (8, 32)
+    },
+}
+"""(inner steps of a round, how differences are sent, settings of `tw.LocalSteps`)."""
+METHODS = ("dense", *PLAIN, *SCALED, *LOCAL)
 """The names in the tables."""
 
 
@@ -116,6 +137,7 @@ class ByteGPT(nn.Module):
 
     def __init__(self, cell: Cell) -> None:
         super().__init__()
+        self.narrow = cell.narrow
         self.embedding = nn.Embedding(256, cell.width)
         self.positions = nn.Parameter(torch.empty(cell.context, cell.width))
         heads = max(1, cell.width // 64)
@@ -128,9 +150,10 @@ class ByteGPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 * shrunk)
 
     def forward(self, given: Tensor, wanted: Tensor) -> Tensor:
-        x = self.norm(self.blocks(self.embedding(given) + self.positions))
-        logits = x @ self.embedding.weight.T
-        return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        with torch.autocast(given.device.type, torch.bfloat16, enabled=self.narrow):
+            x = self.norm(self.blocks(self.embedding(given) + self.positions))
+            logits = x @ self.embedding.weight.T
+        return functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
 
 
 def read_bytes(folder: Path, part: str, device: torch.device) -> Tensor:
@@ -152,6 +175,166 @@ def draw_batch(text: Tensor, cell: Cell, generator: torch.Generator) -> tuple[Te
     return window[:, :-1], window[:, 1:]
 
 
+def make_optimizer(model: nn.Module, lr: float | Tensor, **settings: Any) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": DECAY},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), **settings)
+
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Job(Protocol):
+    """All workers of a cell."""
+
+    model: nn.Module
+    """That is tested."""
+
+    def step(self, batches: Sequence[Batch], rate: float) -> None: ...
+
+    def sent_bytes(self) -> int:
+        """Of one worker so far."""
+
+    def memory_bytes(self) -> int:
+        """Of one worker, beside the model and its optimizer."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class CommonSteps:
+    """Workers that exchange gradients in every step."""
+
+    def __init__(self, cell: Cell, device: torch.device) -> None:
+        self.model = ByteGPT(cell).to(device)
+        self.optimizer = make_optimizer(self.model, cell.lr)
+        self.simulation = tw.simulate(
+            self.model,
+            build_method(cell),
+            workers=cell.workers,
+            optimizer=self.optimizer,
+            policy=[tw.rule("positions", dense=True)],
+            graph=device.type == "cuda",
+        )
+
+    def step(self, batches: Sequence[Batch], rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.simulation.step(self.model, batches)
+        self.optimizer.step()
+
+    def sent_bytes(self) -> int:
+        return self.simulation.handles[0].ledger.sent_bytes()
+
+    def memory_bytes(self) -> int:
+        return self.simulation.stats().memory_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "simulation": self.simulation.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.simulation.load_state_dict(state["simulation"])
+
+
+class InnerStep:
+    """One worker's own step; on a GPU captured as a graph, because a small model is bound by its launches."""
+
+    WARM_UP = 3
+
+    def __init__(self, cell: Cell, device: torch.device) -> None:
+        self.model = ByteGPT(cell).to(device)
+        on_gpu = device.type == "cuda"
+        self.rate = torch.tensor(cell.lr, device=device)
+        self.optimizer = make_optimizer(self.model, self.rate, capturable=on_gpu)
+        self._given = torch.zeros(2, cell.batch, cell.context, dtype=torch.long, device=device)
+        self._taken = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def take(self, batch: Batch, rate: float) -> None:
+        self.rate.fill_(rate)
+        self._given.copy_(torch.stack(batch))
+        self._taken += 1
+        if self._graph is not None:
+            self._graph.replay()
+        elif self.rate.is_cuda and self._taken > self.WARM_UP:
+            self._graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self._graph):
+                self._compute()
+            self._graph.replay()
+        elif self.rate.is_cuda:
+            # What is captured later must not have run on the usual stream before.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._compute()
+            torch.cuda.current_stream().wait_stream(stream)
+        else:
+            self._compute()
+
+    def _compute(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model(*self._given).backward()
+        self.optimizer.step()
+
+
+class LocalWorkers:
+    """Workers that take inner steps of their own and exchange differences once in a round."""
+
+    def __init__(self, cell: Cell, device: torch.device) -> None:
+        every, method, settings = LOCAL[cell.method]
+        self.workers = [InnerStep(cell, device) for _ in range(cell.workers)]
+        self.model = self.workers[0].model
+        self.simulation = tw.simulate_local(
+            [worker.model for worker in self.workers],
+            [worker.optimizer for worker in self.workers],
+            method,
+            every=every,
+            policy=[tw.rule("positions", dense=True)],
+            **settings,
+        )
+
+    def step(self, batches: Sequence[Batch], rate: float) -> None:
+        for worker, batch in zip(self.workers, batches, strict=True):
+            worker.take(batch, rate)
+        self.simulation.step()
+
+    def sent_bytes(self) -> int:
+        return self.simulation.workers[0].handle.ledger.sent_bytes()
+
+    def memory_bytes(self) -> int:
+        first = self.simulation.workers[0]
+        return first.handle.stats().memory_bytes + first.point.nbytes()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "models": [worker.model.state_dict() for worker in self.workers],
+            "optimizers": [worker.optimizer.state_dict() for worker in self.workers],
+            "simulation": self.simulation.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        parts = zip(self.workers, state["models"], state["optimizers"], strict=True)
+        for worker, model, optimizer in parts:
+            worker.model.load_state_dict(model)
+            worker.optimizer.load_state_dict(optimizer)
+            # Loading puts a copy of the rate there, which nobody fills.
+            for group in worker.optimizer.param_groups:
+                group["lr"] = worker.rate
+        self.simulation.load_state_dict(state["simulation"])
+
+
 class Training:
     """One cell at work; it can be put aside and taken up again."""
 
@@ -161,25 +344,13 @@ class Training:
         self.train = read_bytes(folder, "train", self.device)
         self.valid = read_bytes(folder, "valid", self.device)
         torch.manual_seed(10 * cell.seed)
-        self.model = ByteGPT(cell).to(self.device)
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        others = [p for p in self.model.parameters() if p.dim() <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": DECAY},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=cell.lr, betas=(0.9, 0.95))
-        self.simulation = tw.simulate(
-            self.model,
-            build_method(cell),
-            workers=cell.workers,
-            optimizer=self.optimizer,
-            policy=[tw.rule("positions", dense=True)],
-            graph=self.device.type == "cuda",
-        )
+        make = LocalWorkers if cell.method in LOCAL else CommonSteps
+        self.job: Job = make(cell, self.device)
         self.generator = torch.Generator().manual_seed(10 * cell.seed + 1)
         self.step = 0
         self.curve: list[float] = []
+        self.train_curve: list[float] = []
+        """Of bytes that were trained on, with as many batches."""
         self.seconds = 0.0
         self.dense_bytes = 0
         """Sent when the dense start ended."""
@@ -193,21 +364,18 @@ class Training:
     def run(self, until: float, stop: int | None = None) -> bool:
         """Train until the end, until the clock says so, or before the step `stop`; whether it is done."""
         began = time.monotonic()
-        ledger = self.simulation.handles[0].ledger
         last = self.cell.steps if stop is None else stop
         while self.step < last and time.monotonic() < until:
             batches = [
-                draw_batch(self.train, self.cell, self.generator) for _ in self.simulation.ranks
+                draw_batch(self.train, self.cell, self.generator) for _ in range(self.cell.workers)
             ]
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.rate()
-            self.simulation.step(self.model, batches)
-            self.optimizer.step()
+            self.job.step(batches, self.rate())
             self.step += 1
             if self.step == self.half:
-                self.dense_bytes = ledger.sent_bytes()
+                self.dense_bytes = self.job.sent_bytes()
             if self.step % max(1, self.cell.steps // TESTS) == 0:
-                self.curve.append(self.test())
+                self.curve.append(self.test(self.valid))
+                self.train_curve.append(self.test(self.train))
         self.seconds += time.monotonic() - began
         return self.step >= self.cell.steps
 
@@ -217,17 +385,16 @@ class Training:
         return self.cell.steps // 2
 
     @torch.no_grad()
-    def test(self) -> float:
-        """Nats per byte of the validation text, the same batches always."""
+    def test(self, text: Tensor) -> float:
+        """Nats per byte of a text, the same batches always."""
         generator = torch.Generator().manual_seed(7)
-        losses = [
-            self.model(*draw_batch(self.valid, self.cell, generator)) for _ in range(TEST_BATCHES)
-        ]
+        model, cell = self.job.model, self.cell
+        losses = [model(*draw_batch(text, cell, generator)) for _ in range(TEST_BATCHES)]
         return float(torch.stack(losses).mean())
 
     def row(self) -> dict[str, Any]:
-        sent = self.simulation.handles[0].ledger.sent_bytes() - self.dense_bytes
-        parameters = sum(p.numel() for p in self.model.parameters())
+        sent = self.job.sent_bytes() - self.dense_bytes
+        parameters = sum(p.numel() for p in self.job.model.parameters())
         world = self.cell.workers
         counted = self.cell.steps - self.half
         return {
@@ -236,31 +403,33 @@ class Training:
             "parameters": parameters,
             "valid_loss": self.curve[-1],
             "best_valid_loss": min(self.curve),
+            "train_loss": self.train_curve[-1],
             "curve": [round(loss, 4) for loss in self.curve],
-            # As many bits per parameter as an all-reduce with the same traffic would have.
+            "passes": self.cell.steps
+            * world
+            * self.cell.batch
+            * self.cell.context
+            / len(self.train),
+            # As many bits per parameter and step as an all-reduce with the same traffic would have.
             "bits": sent * 8 / counted / parameters / (2 * (world - 1) / world),
-            "memory_bytes": self.simulation.stats().memory_bytes,
+            "memory_bytes": self.job.memory_bytes(),
             "seconds": round(self.seconds, 1),
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
         }
 
     def save(self, path: Path) -> None:
         state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "simulation": self.simulation.state_dict(),
+            "job": self.job.state_dict(),
             "generator": self.generator.get_state(),
-            "numbers": (self.step, self.curve, self.seconds),
-            "sent": self.simulation.handles[0].ledger.sent_bytes() - self.dense_bytes,
+            "numbers": (self.step, self.curve, self.train_curve, self.seconds),
+            "sent": self.job.sent_bytes() - self.dense_bytes,
         }
         torch.save(state, path)
 
     def load(self, path: Path) -> None:
         state = torch.load(path, weights_only=True, map_location=self.device)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.simulation.load_state_dict(state["simulation"])
+        self.job.load_state_dict(state["job"])
         self.generator.set_state(state["generator"].cpu())
-        self.step, self.curve, self.seconds = state["numbers"]
+        self.step, self.curve, self.train_curve, self.seconds = state["numbers"]
         if self.step >= self.half:
             self.dense_bytes = -state["sent"]
