@@ -77,6 +77,12 @@ class Handle:
         return self.reducer.driver.place.world
 
     @property
+    def beside(self) -> list[dist.ProcessGroup]:
+        """The groups over which, one after the other, the ranks that share one copy of the model are reached; none unless it
+        is sharded."""
+        return self._form.groups()
+
+    @property
     def ledger(self) -> Ledger:
         """What this rank has sent, by phase."""
         return self.reducer.driver.ledger

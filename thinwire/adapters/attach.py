@@ -41,7 +41,6 @@ def attach(
         model: The model, wrapped in DistributedDataParallel, or sharded by `fully_shard` over a 2-D mesh or copied by
             `replicate`, and perhaps wrapped in torch.compile. Between shards nothing is compressed.
         method: How gradients are sent: tw.Auto(), which measures and chooses, or one by name such as tw.ADTopK(density=0.01).
-            Name one for sharded models: there Auto is not told the optimizer, and stays dense.
         policy: Rules for single parameters, such as [tw.rule("*.wte.*", axis=0)]; the first match wins.
         process_group: A group over the same ranks to exchange on; the model's own unless given. For `fully_shard` over a
             1-D mesh, the ranks that hold the same shard.

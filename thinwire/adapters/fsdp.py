@@ -30,6 +30,7 @@ from thinwire.adapters.checks import check_parameters
 from thinwire.adapters.fsdp_state import make_form
 from thinwire.adapters.fsdp_units import Unit, find_units
 from thinwire.adapters.handles import make_handle
+from thinwire.auto import Prospect
 from thinwire.engine.agreement import agree
 from thinwire.engine.device_drivers import make_driver
 from thinwire.engine.failures import failing_as
@@ -62,7 +63,7 @@ def attach_fsdp(
             f"watch is {watch} and on_difference is {on_difference!r}; replicas of sharded models are not compared, so they "
             "must be None and 'raise'"
         )
-    if method.takes_over == ADAM_TAKEOVER:
+    if method.takes_over in REFUSED:
         raise UsageError(
             f"method is {type(method).__name__} with Adam's moments taken over, which sharded models do not have yet; use "
             "another method or DistributedDataParallel"
@@ -87,6 +88,7 @@ def attach_fsdp(
         partial(make_driver, replicas, device),
         device=device,
         takeover=takeover,
+        prospect=Prospect(optimizer, parameters, REFUSED),
         form=form,
         **options,
     )
@@ -123,6 +125,8 @@ def find_replicas(units: Sequence[Unit], asked: dist.ProcessGroup | None) -> dis
     return asked or group
 
 
+REFUSED = frozenset({ADAM_TAKEOVER})
+"""What cannot be taken over from the optimizer of a sharded model."""
 HOOK = "_thinwire_hook"
 """The attribute of a model under which its hook is found while a handle is attached."""
 

@@ -16,29 +16,39 @@ MADE = b"+"
 
 
 class Council:
-    """All ranks of a group. Every rank calls the same method at the same step; each is a collective that the host waits for."""
+    """All ranks of a group. Every rank calls the same method at the same step; each is a collective that the host waits for.
 
-    def __init__(self, group: dist.ProcessGroup, place: Place) -> None:
-        self.group = group
+    `beside` are groups over which, one after the other, the ranks that share one copy of a sharded model are reached: they sit in
+    the council as well, so that all shards are sent in the same way.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, place: Place, beside: Sequence[dist.ProcessGroup] = ()
+    ) -> None:
         self.place = place
+        self._groups = [*beside, group]
+        self._leads = all(dist.get_rank(one) == 0 for one in self._groups)
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Of each value the largest that any rank brings: the slowest worker and the slowest link decide."""
-        tensor = torch.tensor(list(values), dtype=torch.float64, device=device_of(self.group))
-        if tensor.numel():
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        tensor = torch.tensor(list(values), dtype=torch.float64)
+        for group in self._groups if tensor.numel() else ():
+            tensor = tensor.to(device_of(group))
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
         return tensor.tolist()
 
     def decide(self, make: Callable[[], str]) -> str:
         """What rank 0 makes, on every rank; if it cannot, all of them fail."""
         mine, error = b"", None
-        if self.place.rank == 0:
+        if self._leads:
             try:
                 mine = MADE + make().encode()
             except Exception as raised:
                 # The others wait for an answer, so that they get one before this rank fails.
                 mine, error = f"{type(raised).__name__}: {raised}".encode(), raised
-        told = broadcast_bytes(self.group, mine, 0)
+        told = mine
+        for group in self._groups:
+            told = broadcast_bytes(group, told, 0)
         if error is not None:
             raise error
         if not told.startswith(MADE):

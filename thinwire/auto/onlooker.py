@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from thinwire.auto.council import Council
 from thinwire.auto.survey import WARM_STEPS, Survey
-from thinwire.engine.network import Network
 from thinwire.engine.reducer import Reducer
 from thinwire.layout import Bucket
 from thinwire.plan.advice import Advice, advise_fixed
@@ -18,7 +18,7 @@ class Onlooker:
     def __init__(
         self,
         reducer: Reducer,
-        network: Network,
+        council: Council,
         candidates: Sequence[Candidate],
         present: Candidate,
         steps: int,
@@ -27,11 +27,11 @@ class Onlooker:
         self._reducer = reducer
         self._allowed = list(candidates)
         self._present = present
-        self._survey = Survey(reducer, network, [*candidates, present])
+        self._survey = Survey(reducer, council, [*candidates, present])
         self._until = WARM_STEPS + steps
         self._turn = 0
         self._advice = Advice((), (), settled=False)
-        if network.place.world == 1:
+        if council.place.world == 1:
             alone = "There is one worker: nothing is sent, do not compress."
             self._advice = Advice((), (alone,))
         else:

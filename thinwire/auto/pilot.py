@@ -18,7 +18,6 @@ from thinwire.auto.council import Council
 from thinwire.auto.measuring import UNIFORM_CURVE
 from thinwire.auto.survey import WARM_STEPS, Survey
 from thinwire.auto.trials import Trials, propose
-from thinwire.engine.network import Network
 from thinwire.engine.reducer import Reducer
 from thinwire.layout import Bucket
 from thinwire.methods.base import Adaptive, Method
@@ -58,7 +57,7 @@ class Pilot:
         adaptive: Adaptive,
         candidates: Sequence[Candidate],
         reducer: Reducer,
-        network: Network,
+        council: Council,
         switch: Switch,
     ) -> None:
         self.adaptive = adaptive
@@ -71,7 +70,7 @@ class Pilot:
         self.history: list[tuple[int, str]] = []
         """(step, what was done in it), for people and for tests."""
         self._reducer = reducer
-        self._survey = Survey(reducer, network, candidates)
+        self._survey = Survey(reducer, council, candidates)
         self._clock = self._survey.clock
         self._switch = switch
         self._turn = 0
@@ -84,7 +83,7 @@ class Pilot:
         self._surprises = 0
         self._wanted: tuple[str, ...] | None = None
         """Labels that a switch under way will bring."""
-        if len(self.candidates) < 2 or network.place.world == 1:
+        if len(self.candidates) < 2 or council.place.world == 1:
             self.phase = WATCHING
         else:
             reducer.before_step.append(self.begin_step)

@@ -30,6 +30,8 @@ class Prospect:
 
     optimizer: Optimizer | None = None
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    refused: frozenset[str] = frozenset()
+    """What methods cannot take over here, of what a method says it `takes_over`."""
 
     @property
     def kind(self) -> str:
@@ -60,8 +62,10 @@ class Prospect:
     def _takes_over(self) -> str | None:
         """What methods could take over from this optimizer."""
         probe = PROBES.get(self.kind)
+        if probe is None or probe.takes_over in self.refused:
+            return None
         try:
-            return probe.takes_over if probe is not None and self.take_over(probe) else None
+            return probe.takes_over if self.take_over(probe) else None
         except UsageError:
             return None
 

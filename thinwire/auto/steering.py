@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from thinwire.auto.council import Council
 from thinwire.auto.onlooker import Onlooker
 from thinwire.auto.pilot import Pilot
 from thinwire.auto.prospect import Prospect
@@ -141,8 +142,16 @@ class Steering:
     def _begin(self, adaptive: Adaptive) -> None:
         reducer = self._handle.reducer
         candidates = self._prospect.candidates(adaptive, self._handle.world)
-        assert reducer.driver.network is not None
-        self.pilot = Pilot(adaptive, candidates, reducer, reducer.driver.network, self._try_apply)
+        council = self._council()
+        assert council is not None
+        self.pilot = Pilot(adaptive, candidates, reducer, council, self._try_apply)
+
+    def _council(self) -> Council | None:
+        """All ranks that have to be of one mind; None where workers are simulated."""
+        network = self._handle.reducer.driver.network
+        if network is None:
+            return None
+        return Council(network.group, network.place, self._handle.beside)
 
     def _try_apply(self, method: Method, rules: Sequence[Rule]) -> bool:
         """The pilot's way to switch: the user's own rules come first."""
@@ -156,8 +165,8 @@ class Steering:
     def measure(self, steps: int, quality: str) -> None:
         """Measure the next steps under the method in force, on all ranks."""
         reducer, world = self._handle.reducer, self._handle.world
-        network = reducer.driver.network
-        if self.pilot is not None or network is None:
+        council = self._council()
+        if self.pilot is not None or council is None:
             raise UsageError(
                 "measure() is for methods that do not measure by themselves, on workers that have a link: tw.Auto() does, and "
                 "simulated workers have none"
@@ -165,7 +174,7 @@ class Steering:
         self._dismiss_onlooker()
         candidates = self._prospect.candidates(Adaptive(quality=quality), world)
         present = self._prospect.find_present(self._method.at(reducer.step), world)
-        self._onlooker = Onlooker(reducer, network, candidates, present, steps)
+        self._onlooker = Onlooker(reducer, council, candidates, present, steps)
 
     def advise(self) -> Advice:
         if self.pilot is not None:

@@ -9,7 +9,6 @@ from thinwire.auto.clock import EnergyMeter, MeasuredSteps, StepClock
 from thinwire.auto.council import Council
 from thinwire.auto.measuring import make_profile, measure_prices, measure_work
 from thinwire.auto.rehearsal import Traffic
-from thinwire.engine.network import Network
 from thinwire.engine.reducer import Reducer
 from thinwire.layout import Bucket
 from thinwire.plan.candidates import Candidate
@@ -23,16 +22,15 @@ WARM_STEPS = 2
 class Survey:
     """What is known of one reducer's steps so far; whoever installs it on the reducer says when a step begins."""
 
-    def __init__(self, reducer: Reducer, network: Network, candidates: Sequence[Candidate]) -> None:
+    def __init__(self, reducer: Reducer, council: Council, candidates: Sequence[Candidate]) -> None:
         self.reducer = reducer
         self.candidates = {one.label: one for one in candidates}
         self.clock = StepClock(reducer.device)
         self.work: dict[str, WorkCost] = {}
         """What encoding and decoding take by candidate; measured once."""
-        self._network = network
-        self.council = Council(network.group, network.place)
+        self.council = council
         self._meter = EnergyMeter()
-        self._traffic = Traffic(network.place.world)
+        self._traffic = Traffic(council.place.world)
 
     def ready(self, bucket: Bucket, *, look: bool) -> Callable[[], None]:
         """A bucket is about to be encoded. `look` has the magnitudes of its gradient counted, too."""
@@ -59,7 +57,9 @@ class Survey:
         if self.council.largest([0.0 if steps is not None else 1.0])[0] or steps is None:
             return None
         device, parameters = self.reducer.device, self.reducer.parameters
-        prices = measure_prices(self._network, self.council, device)
+        network = self.reducer.driver.network
+        assert network is not None, "there is a council, so there is a link"
+        prices = measure_prices(network, self.council, device)
         if not self.work:
             dtype = next(iter(parameters.values())).dtype
             candidates, world = list(self.candidates.values()), self.council.place.world

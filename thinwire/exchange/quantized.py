@@ -245,7 +245,8 @@ class QuantizedSum:
     def _limited(self, total: Tensor, limit: Tensor | float) -> Tensor:
         """So that the mean is within it."""
         most = limit * self.place.world
-        return total.clamp(-most, most)
+        # Both bounds are tensors or both are numbers, which no annotation says.
+        return total.clamp(-most, most)  # type: ignore[arg-type]
 
     def _encode_sums(self, total: Tensor) -> Coded:
         peer = self.peer
