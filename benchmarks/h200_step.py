@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PATHS = [str(ROOT), str(ROOT / "carry" / "python")]
+PATHS = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "carry" / "python")]
 sys.path[:0] = PATHS
 
 FAST_TIMEOUT_S = 90.0
@@ -52,8 +52,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", default="bert-large,resnet152,vgg16")
     parser.add_argument("--methods", help="thinwire's methods; default all, adtopk and topk first")
     parser.add_argument(
-        "--cells", help="these and no others: METHOD:MODEL:RATE[:DENSITY[:BUCKET_MB]], with commas"
+        "--cells",
+        help="these and no others: METHOD:MODEL:RATE[:DENSITY[:BUCKET_MB]], with commas; a method of your own is MODULE@ATTRIBUTE",
     )
+    parser.add_argument("--parallel", choices=("ddp", "hsdp"), default="ddp")
     parser.add_argument("--rates", default="10gbit,1gbit", help="the fast one first")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
@@ -99,6 +101,7 @@ def plan(options: argparse.Namespace) -> list:
 def parse_cell(text: str, options: argparse.Namespace):
     """METHOD:MODEL:RATE[:DENSITY[:BUCKET_MB]]."""
     method, model, rate, *rest = text.split(":")
+    method = method.replace("@", ":")
     density = float(rest[0]) if rest and rest[0] else None
     return make_cell(options, method, model, rate, density, float(rest[1]) if rest[1:] else None)
 
@@ -124,6 +127,7 @@ def make_cell(
         seconds=options.seconds,
         density=density,
         bucket_mb=bucket_mb,
+        parallel=options.parallel,
     )
 
 

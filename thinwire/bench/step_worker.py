@@ -24,7 +24,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.bench.anchors import POWERSGD_START, build_step_method, install
+from thinwire.bench.anchors import POWERSGD_START, Anchor, build_step_method, install
 from thinwire.bench.host_profile import (
     BACKWARD,
     FORWARD,
@@ -59,6 +59,7 @@ from thinwire.bench.step_cell import StepCell
 from thinwire.bench.step_places import NO_FOLDER, STORE_VARIABLE, trace_prefix
 from thinwire.bench.trace import time_stations, write_trace
 from thinwire.lab.counters import read_own_counters
+from thinwire.methods import Method
 from thinwire.observe import DECODE, ENCODE, EXCHANGE
 from thinwire.tools.clock import Mark, wait_for
 from thinwire.tools.processes import signal_at_parents_end
@@ -95,6 +96,15 @@ class RankWorkload:
         self.model.zero_grad(set_to_none=True)
 
 
+def make_optimizer(
+    method: Method | Anchor | LocalMethod, parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """SGD without momentum, so that a step is little else than its passes; AdamW for methods that take over from it."""
+    if isinstance(method, tw.AdamScale):
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+
+
 class CellTrainer:
     """A model in training on this rank, by the method of one cell."""
 
@@ -110,7 +120,7 @@ class CellTrainer:
         self.mesh = workload.mesh
         bare = self.mesh is not None or isinstance(method, LocalMethod)
         self.model = workload.model if bare else wrap(workload.model, cell)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+        self.optimizer = make_optimizer(method, self.model.parameters())
         self.local = None
         if isinstance(method, LocalMethod):
             self.local = method.begin(self.model, self.optimizer)
