@@ -150,7 +150,7 @@ class AdamState(MemoryState):
         v = self.stores[SECOND_MOMENT].bind(group).flat
         limit = self.setting.limit
         in_units = limit if scale is None or limit is None else limit * scale
-        return Divisor(v.sqrt().add_(self.adam.eps), in_units)
+        return Divisor(nearest_root(v).add_(self.adam.eps), in_units)
 
     def refresh(self, group: Group, mean: Tensor, counts: Sequence[int]) -> None:
         """v = a v + (1 - a) mean^2; where no rank had a gradient, or the square overflows, v stays."""
@@ -172,6 +172,11 @@ class AdamState(MemoryState):
         start = beta2 ** (self.adam.learned + number * refresh.steps)
         kept = beta2**refresh.steps
         return kept * (1 - start) / (1 - kept * start)
+
+
+def nearest_root(v: Tensor) -> Tensor:
+    """The square root, rounded to nearest on every device. On a CPU torch may call a library that misses that by one place."""
+    return v.double().sqrt_().to(v.dtype) if v.device.type == "cpu" else v.sqrt()
 
 
 def raise_to_floor(v: Tensor, floor: float) -> Tensor:
