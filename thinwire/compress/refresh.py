@@ -11,6 +11,7 @@ from thinwire.exchange.base import Outcome
 from thinwire.exchange.quantized import QuantizedSum
 from thinwire.exchange.requests import Place, Program
 from thinwire.exchange.sums import dense_mean
+from thinwire.kernels.inspection import drop_if_bad
 from thinwire.layout import Group
 from thinwire.memory.account import Account
 from thinwire.memory.base import MemoryState, add_gradients
@@ -58,12 +59,16 @@ class MeanGradient:
         counts: Sequence[int],
         scale: Tensor | None,
     ) -> Program[None]:
-        """Have the memory learn from the mean over all ranks, in plain units, if a refresh is due."""
+        """Have the memory learn from the mean over all ranks, in plain units, if a refresh is due.
+
+        What is not finite in `gradients` counts as 0; `flags` tell of it.
+        """
         if self._refresh is None:
             return
         group = self._group
         flat = torch.zeros(group.numel, dtype=group.dtype, device=group.device)
         add_gradients(flat, group, gradients)
+        drop_if_bad(flat, flags.non_finite)
         if scale is not None:
             flat.div_(scale)
         if self._sum is None:

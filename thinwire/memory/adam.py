@@ -22,9 +22,10 @@ from torch import Tensor
 
 from thinwire.described import Described
 from thinwire.errors import UsageError
+from thinwire.kernels.cuda.quantize import Scaling
 from thinwire.layout import Group
 from thinwire.memory.account import Account
-from thinwire.memory.base import Memory, MemoryState
+from thinwire.memory.base import SCALED, Memory, MemoryState
 from thinwire.memory.momentum import (
     MomentumAccount,
     MomentumCorrection,
@@ -85,6 +86,8 @@ class AdamMomentum(Memory):
     adam: AdamSettings | None = None
     """Taken over from the optimizer; None until then."""
 
+    form = SCALED
+
     def __post_init__(self) -> None:
         check_choice("storage", self.storage, STORAGES)
         if self.refresh is not None:
@@ -94,6 +97,12 @@ class AdamMomentum(Memory):
         check_finite_number("floor", self.floor)
         if not 0.0 <= self.floor <= 1.0:
             raise UsageError(f"floor is {self.floor!r}; it must be a number from 0 to 1")
+
+    @property
+    def scaling(self) -> Scaling | None:
+        if self.adam is None:
+            return None
+        return Scaling(self.adam.beta1, self.adam.eps, self.limit)
 
     def start(self) -> MemoryState:
         if self.adam is None:
