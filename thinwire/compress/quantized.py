@@ -12,12 +12,12 @@ from thinwire.compress.quantized_kernel_routes import (
     ScaledKernelRoute,
 )
 from thinwire.compress.quantized_routes import QuantizedRoute
+from thinwire.compress.quantized_sums import make_kernels, reason_against_kernels
 from thinwire.compress.refresh import MeanGradient
 from thinwire.exchange.quantized import QuantizedSum
 from thinwire.exchange.requests import Place
-from thinwire.kernels.cuda.quantize import BLOCKS, QuantizedKernels
+from thinwire.kernels.cuda.quantize import QuantizedKernels
 from thinwire.kernels.cuda.source import FLOAT_CODES
-from thinwire.kernels.cuda.toolchain import has_kernels
 from thinwire.layout import Group
 from thinwire.memory.base import RESIDUAL, SCALED, Memory, MemoryState
 from thinwire.memory.refresh import Refresh
@@ -75,7 +75,7 @@ class QuantizedPlan(GroupPlan):
         memory, terms = self._compressor.memory, self._terms
         assert modes is None or isinstance(modes, Refresh)
         common = self._sum, memory, MeanGradient(self.group, terms.place, memory, modes)
-        objection = reason_against_kernels(self._sum, memory, terms)
+        objection = reason_against(self._sum, memory, terms)
         if objection is not None:
             return QuantizedRoute(*common, objection)
         if memory.setting.scaling is None:
@@ -90,40 +90,26 @@ class QuantizedPlan(GroupPlan):
 
     @cached_property
     def _kernels(self) -> QuantizedKernels:
-        sum_, memory = self._sum, self._compressor.memory
-        return QuantizedKernels(
-            sum_.group,
-            sum_.owned,
-            (sum_.quantizer, sum_.sum_quantizer),
-            (sum_.offer, sum_.sums),
-            sum_.place.rank,
+        setting = self._compressor.memory.setting
+        return make_kernels(
+            self._sum,
+            self.group,
             self._terms.gradient_dtype,
-            stochastic=sum_.stochastic,
-            keeps=memory.setting.keeps_state,
-            scaling=memory.setting.scaling,
+            keeps=setting.keeps_state,
+            scaling=setting.scaling,
         )
 
 
-def reason_against_kernels(sum_: QuantizedSum, memory: MemoryState, terms: Terms) -> str | None:
-    """Why the kernels cannot do it, as a sentence; None if they can."""
+def reason_against(sum_: QuantizedSum, memory: MemoryState, terms: Terms) -> str | None:
+    """Why the kernels cannot take the gradient from a bucket and sum it, as a sentence; None if they can."""
     setting = memory.setting
-    if not has_kernels(sum_.group.device):
-        return f"there are no kernels for {sum_.group.device}"
+    objection = reason_against_kernels(sum_)
+    if objection is not None:
+        return objection
     if terms.gradient_dtype not in FLOAT_CODES:
         return f"the kernels do not take gradients of {terms.gradient_dtype}"
     if not terms.aligned:
         return f"the kernels read buckets that begin at a multiple of {BUCKET_ALIGNMENT} bytes"
     if setting.keeps_state and setting.form not in (RESIDUAL, SCALED):
         return f"the kernels do not know the memory {setting!r}"
-    messages = sum_.offer.nbytes, sum_.sums.nbytes
-    if max(*messages, *(slot.numel for slot in sum_.group.slots)) >= 1 << 31:
-        return (
-            "the kernels count the bytes of a message and the elements of a parameter with 32 bits"
-        )
-    if sum_.per_host > 1:
-        return "the kernels do not know hosts of several ranks"
-    if not (sum_.quantizer.has_kernels and sum_.sum_quantizer.has_kernels):
-        return "the kernels do not know these codes"
-    if sum_.owned.size not in BLOCKS:
-        return f"the kernels know blocks of {', '.join(map(str, BLOCKS))} elements"
     return None

@@ -15,6 +15,7 @@ from torch import Tensor
 from thinwire.compress.base import GroupStep, Opened
 from thinwire.compress.kernel_accounts import TakeBackAccount
 from thinwire.compress.quantized_routes import SumRoute
+from thinwire.compress.quantized_sums import add_up
 from thinwire.compress.refresh import MeanGradient
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.quantized import QuantizedSum
@@ -60,9 +61,8 @@ class QuantizedKernelRoute(SumRoute):
     ) -> Program[Outcome]:
         """What follows when a rank's codes are written."""
         kernels, group = self.kernels, self.group
-        arrived = yield from self.sum.deal_out(sent.offer)
-        kernels.add_up(arrived, sent, kernels.never if account is None else account.c)
-        gathered = yield from self.sum.gather(sent.sums)
+        memory = kernels.never if account is None else account.c
+        gathered = yield from add_up(self.sum, kernels, sent, memory)
         out = flat
         if not kernels.into_bucket:
             out = torch.zeros(group.numel, device=group.device)
@@ -97,7 +97,15 @@ class ScaledKernelRoute(QuantizedKernelRoute):
 class RefreshingKernelRoute(ScaledKernelRoute):
     """c is collected first, and sent when the mean gradient has changed v."""
 
-    objection = "torch sums the mean gradient from which the divisor learns, in this step only"
+    def __init__(
+        self,
+        sum_: QuantizedSum,
+        memory: MemoryState,
+        mean_gradient: MeanGradient,
+        kernels: QuantizedKernels,
+    ) -> None:
+        super().__init__(sum_, memory, mean_gradient, kernels)
+        self.objection = mean_gradient.objection
 
     def open(self, step: GroupStep) -> Opened:
         bindings, c, momentum = self._begin(step)
