@@ -147,8 +147,12 @@ class Cluster:
 
     def residuals(self, rank: int) -> dict[str, Tensor]:
         """What is held back, zeros where nothing is."""
+        return self.held(rank, "residual")
+
+    def held(self, rank: int, store: str) -> dict[str, Tensor]:
+        """What a memory holds under a name, zeros where nothing is."""
         self.reducers[rank].settle()
-        held = {name: self.reducers[rank].assignments.held(name, "residual") for name in self.infos}
+        held = {name: self.reducers[rank].assignments.held(name, store) for name in self.infos}
         wide = torch.promote_types(self.dtype, torch.float32)
         return {
             name: values

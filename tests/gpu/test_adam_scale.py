@@ -1,4 +1,4 @@
-"""Compression in Adam's scale on a GPU: what the CPU computes, with CUDA graphs, and without a wait."""
+"""Compression in Adam's scale on a GPU: what the CPU computes, with CUDA graphs, and without a wait. Kernels against torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.kernels.test_quantize_adam import MEMORIES, compare, scaled, spoiled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,6 +31,32 @@ METHODS = {
 }
 
 
+SHAPES = {"attention": (1024, 1024), "conv": (256, 256, 3, 3), "tail": (10, 131), "odd": (7, 1025)}
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_the_kernels_have_the_bits_of_torch(kernels, bits: int, memory: str) -> None:
+    compare(kernels, scaled(bits, memory), shapes=SHAPES, device="cuda")
+
+
+@pytest.mark.parametrize("sum_bits", [2, 4, 8])
+def test_sums_with_a_code_of_their_own(kernels, sum_bits: int) -> None:
+    compare(kernels, scaled(1, sum_bits=sum_bits), shapes=SHAPES, device="cuda", world=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_gradients(kernels, dtype: torch.dtype) -> None:
+    compare(kernels, scaled(1), shapes=SHAPES, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("restorable", [False, True])
+def test_bad_and_discarded_steps_and_slots_without_a_gradient(kernels, restorable: bool) -> None:
+    changes = {"change": spoiled, "discard": (3,), "restorable": restorable}
+    shapes = {"row": (300, 128), "long": (9, 1031), "odd": (5, 7), "conv": (6, 3, 3, 3)}
+    compare(kernels, scaled(1), steps=5, shapes=shapes, device="cuda", **changes)
+
+
 def train(
     method: tw.AdamScale, device: str, *, capturable: bool = False, graph: bool = False
 ) -> list[torch.Tensor]:
@@ -46,7 +73,10 @@ def train(
         batches = [(torch.randn(16, 40, generator=generator).to(device),) for _ in range(3)]
         simulation.step(compute, batches)
         optimizer.step()
-    assert not simulation.plan()["0.weight"].dense
+    plan = simulation.plan()
+    assert not plan["0.weight"].dense
+    if device == "cuda" and isinstance(method.method, tw.Quantized):
+        assert plan.backends["0.weight"].startswith("CUDA kernels")
     return [p.detach().cpu() for p in model.parameters()]
 
 

@@ -29,6 +29,12 @@ def test_layers(kernels, bits, rounding):
     compare(kernels, quantized(bits, rounding=rounding), shapes=SHAPES, device="cuda")
 
 
+@pytest.mark.parametrize("bits, sum_bits", [(1, 2), (1, 8), (4, 16)])
+def test_sums_with_a_code_of_their_own(kernels, bits, sum_bits):
+    method = quantized(bits, sum_bits=sum_bits)
+    compare(kernels, method, shapes=SHAPES, device="cuda", world=4, steps=2)
+
+
 @pytest.mark.parametrize("block", [64, 256])
 @pytest.mark.parametrize("bits", [8, 1])
 def test_blocks(kernels, bits, block):

@@ -15,17 +15,20 @@ def routes_of(cluster):
 
 
 def compare_steps(
-    kernels, method, route, *, steps, world, shapes=SHAPES, change=None, discard=(), accepted=True,
-    rebucketed=False, **options,
+    kernels, method, route, *, steps, world, shapes=SHAPES, prepare=None, change=None, discard=(),
+    accepted=True, rebucketed=False, stores=("residual",), **options,
 ):  # fmt: skip
-    """Every bit of updates, residuals and contributions must agree, and only kernels take the route.
+    """Every bit of updates, `stores` and contributions must agree, and only kernels take the route.
 
-    With `rebucketed` the last step has other buckets. Where memory is packed or can be restored nobody knows what was `accepted`.
+    `prepare` is called with a new cluster, `change` with the gradients of every step. With `rebucketed` the last step has other
+    buckets. Where memory is packed or can be restored nobody knows what was `accepted`.
     """
     results = []
     for on in (True, False):
         kernels(on)
         cluster = Cluster(world, method, shapes=shapes, **options)
+        if prepare is not None:
+            prepare(cluster)
         found = []
         for count in range(steps):
             gradients = cluster.random(count, 1.0 + count)
@@ -37,11 +40,11 @@ def compare_steps(
             found += cluster.step(gradients)
             if accepted:
                 found += [cluster.accepted(rank) for rank in range(world)]
-            found += [cluster.residuals(rank) for rank in range(world)]
+            found += [cluster.held(rank, store) for rank in range(world) for store in stores]
             if count in discard:
                 for reducer in cluster.reducers:
                     reducer.settle(discard=True)
-                found += [cluster.residuals(rank) for rank in range(world)]
+                found += [cluster.held(rank, store) for rank in range(world) for store in stores]
         results.append(found)
         assert any(isinstance(one, route) for one in routes_of(cluster)) == on
     for ours, theirs in zip(*results, strict=True):

@@ -38,6 +38,7 @@ static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fsqrt_rn(float x) { return sqrtf(x); }
 template <class T> static inline T __ldcs(const T* from) { return *from; }
 template <class T> static inline void __stcg(T* to, T x) { *to = x; }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }

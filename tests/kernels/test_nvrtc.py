@@ -8,6 +8,7 @@ import hashlib
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,8 +61,8 @@ def low_rank(file: str, rank: int) -> Case:
     return str(LOWRANK / file), (*defines, ("FRESH", 1))
 
 
-def quantise(bits: int, block: int, gradients: torch.dtype) -> Defines:
-    return quantize_defines(bits, block, gradients, stochastic=False, keeps=True)
+def quantise(bits: int, block: int, gradients: torch.dtype, **options: Any) -> Defines:
+    return quantize_defines(bits, block, gradients, stochastic=False, keeps=True, **options)
 
 
 CASES: dict[str, Case] = {
@@ -115,6 +116,33 @@ CASES: dict[str, Case] = {
             (1, 256, torch.bfloat16),
         )
     },
+    **{
+        f"quantised, {bits} bits, sums in {sum_bits}": (
+            "quantize.cu",
+            quantise(bits, 128, torch.float32, sum_bits=sum_bits),
+        )
+        for bits, sum_bits in ((1, 8), (1, 2), (4, 16))
+    },
+    **{
+        f"quantised, {bits} bits in {block}, sums in {sum_bits}, {dtype}, in Adam's scale": (
+            "quantize.cu",
+            quantise(bits, block, dtype, sum_bits=sum_bits, scaled=True),
+        )
+        for bits, block, sum_bits, dtype in (
+            (1, 128, 1, torch.float32),
+            (1, 128, 8, torch.float32),
+            (1, 256, 2, torch.bfloat16),
+            (2, 128, 2, torch.float32),
+            (2, 256, 2, torch.float32),
+            (4, 64, 4, torch.float16),
+            (4, 128, 4, torch.float32),
+            (8, 256, 8, torch.float32),
+        )
+    },
+    "quantised, stochastic, in Adam's scale": (
+        "quantize.cu",
+        quantize_defines(2, 128, torch.float32, stochastic=True, keeps=True, scaled=True),
+    ),
     "quantised, stochastic": (
         "quantize.cu",
         quantize_defines(4, 128, torch.float32, stochastic=True, keeps=False),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ import thinwire as tw
 from tests.contracts.cluster import Cluster
 from tests.kernels.comparing import SHAPES, compare_steps
 from tests.kernels.cpu_compiler import needs_compiler
-from thinwire.compress.quantized import QuantizedKernelAccount, QuantizedKernelRoute
+from tests.lanes import mostly_slow
+from thinwire.compress.quantized_kernel_routes import QuantizedKernelAccount, QuantizedKernelRoute
 from thinwire.layout import Bucket
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
@@ -36,6 +39,19 @@ def compare(kernels, method, *, steps=3, world=2, **options):
 @pytest.mark.parametrize("bits", [16, 8, 4, 2, 1])
 def test_codes(kernels, bits, rounding):
     compare(kernels, quantized(bits, rounding=rounding))
+
+
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow(
+        itertools.product((8, 4, 2, 1), (16, 8, 4, 2, 1), ("nearest", "stochastic")),
+        lambda case: case in [(1, 2, "nearest"), (1, 8, "stochastic"), (4, 16, "nearest")],
+    ),
+    ids=str,
+)
+def test_sums_with_a_code_of_their_own(kernels, case):
+    bits, sum_bits, rounding = case
+    compare(kernels, quantized(bits, sum_bits=sum_bits, rounding=rounding), steps=2)
 
 
 @pytest.mark.parametrize("block", [64, 256])

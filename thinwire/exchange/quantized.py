@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -244,9 +245,9 @@ class QuantizedSum:
 
     def _limited(self, total: Tensor, limit: Tensor | float) -> Tensor:
         """So that the mean is within it."""
-        most = limit * self.place.world
-        # Both bounds are tensors or both are numbers, which no annotation says.
-        return total.clamp(-most, most)  # type: ignore[arg-type]
+        # A number or a tensor, as `clamp` takes both but never says so of one argument.
+        most: Any = limit * self.place.world
+        return total.clamp(-most, most)
 
     def _encode_sums(self, total: Tensor) -> Coded:
         peer = self.peer

@@ -73,6 +73,12 @@ class Account:
         if bool((selected * 0).sum() != 0):
             torch.nan_to_num(self.c, 0.0, 0.0, 0.0, out=self.c)
 
+    def drop_all_overflow(self) -> Tensor:
+        """bool []: c overflowed somewhere. Nothing of that stays."""
+        overflow = ~self.c.isfinite().all()
+        drop_if_bad(self.c, overflow)
+        return overflow
+
     def give_back(self, positions: Tensor, contribution: Tensor) -> None:
         """Put entries that were sent but not accepted back into memory."""
         contribution = contribution.to(self.c.dtype)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from thinwire.described import Described
 from thinwire.errors import UsageError
+from thinwire.kernels.cuda.quantize import Scaling
 from thinwire.layout import Group
 from thinwire.memory.account import Account
-from thinwire.memory.base import Memory, MemoryState
+from thinwire.memory.base import SCALED, Memory, MemoryState
 from thinwire.memory.momentum import (
     MomentumAccount,
     MomentumCorrection,
@@ -85,6 +86,8 @@ class AdamMomentum(Memory):
     adam: AdamSettings | None = None
     """Taken over from the optimizer; None until then."""
 
+    form = SCALED
+
     def __post_init__(self) -> None:
         check_choice("storage", self.storage, STORAGES)
         if self.refresh is not None:
@@ -94,6 +97,12 @@ class AdamMomentum(Memory):
         check_finite_number("floor", self.floor)
         if not 0.0 <= self.floor <= 1.0:
             raise UsageError(f"floor is {self.floor!r}; it must be a number from 0 to 1")
+
+    @property
+    def scaling(self) -> Scaling | None:
+        if self.adam is None:
+            return None
+        return Scaling(self.adam.beta1, self.adam.eps, self.limit)
 
     def start(self) -> MemoryState:
         if self.adam is None:
@@ -150,7 +159,7 @@ class AdamState(MemoryState):
         v = self.stores[SECOND_MOMENT].bind(group).flat
         limit = self.setting.limit
         in_units = limit if scale is None or limit is None else limit * scale
-        return Divisor(v.sqrt().add_(self.adam.eps), in_units)
+        return Divisor(nearest_root(v).add_(self.adam.eps), in_units)
 
     def refresh(self, group: Group, mean: Tensor, counts: Sequence[int]) -> None:
         """v = a v + (1 - a) mean^2; where no rank had a gradient, or the square overflows, v stays."""
@@ -172,6 +181,11 @@ class AdamState(MemoryState):
         start = beta2 ** (self.adam.learned + number * refresh.steps)
         kept = beta2**refresh.steps
         return kept * (1 - start) / (1 - kept * start)
+
+
+def nearest_root(v: Tensor) -> Tensor:
+    """The square root, rounded to nearest on every device. On a CPU torch may call a library that misses that by one place."""
+    return v.double().sqrt_().to(v.dtype) if v.device.type == "cpu" else v.sqrt()
 
 
 def raise_to_floor(v: Tensor, floor: float) -> Tensor:

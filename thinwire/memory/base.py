@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thinwire.forms import Formed
 from thinwire.kernels.cuda.fused_topk import Correction
+from thinwire.kernels.cuda.quantize import Scaling
 from thinwire.kernels.journal import Journal
 from thinwire.layout import Group
 from thinwire.memory.account import Account
@@ -25,6 +26,8 @@ RESIDUAL = "residual + gradient"
 """The form of a memory with one store, "residual", whose sum with the gradient is what selection chooses from."""
 CORRECTED = "momentum correction"
 """The form of a memory with the stores "momentum" and "residual" and a `correction`."""
+SCALED = "momentum in Adam's scale"
+"""The form of a memory with the stores "momentum", "residual" and "second_moment" and a `scaling`."""
 
 
 class Memory(Formed, ABC):
@@ -46,6 +49,11 @@ class Memory(Formed, ABC):
     @property
     def correction(self) -> Correction | None:
         """How momentum is applied before anything is held back; None where it is not, or not known yet."""
+        return None
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """In which scale of an optimizer's what is sent is chosen or rounded; None where in none, or not known yet."""
         return None
 
     @abstractmethod

@@ -156,6 +156,11 @@ class MomentumAccount(Account):
         super()._drop_overflow(positions, held)
         self.u[positions] = torch.nan_to_num(self.u[positions], 0.0, 0.0, 0.0)
 
+    def drop_all_overflow(self) -> Tensor:
+        overflow = super().drop_all_overflow()
+        drop_if_bad(self.u, overflow)
+        return overflow
+
     def rest(self) -> None:
         if self._setting.masking and self._sent and self._masked is None:
             positions = torch.cat([positions for positions, _ in self._sent])

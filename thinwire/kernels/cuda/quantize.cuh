@@ -1,13 +1,10 @@
-// Blocks of BLOCK elements and their codes of BITS bits. The bits are those of thinwire/wire/quantize.py.
+// Blocks of BLOCK elements and their codes. The bits are those of thinwire/wire/quantize.py.
 //
 // A warp has a block, a lane EACH neighbours of it.
 
 #define EACH (BLOCK / 32)
-#define LANE_BITS (EACH * BITS)
-#define WORDS (BLOCK * BITS / 32)  // of a block's codes
 #define LARGEST_FLOAT 3.4028234663852886e38
 #define SMALLEST_SCALE 1.1754943508222875e-38f
-#define HAS_SCALE (BITS < 16)
 static_assert(BLOCK == 64 || BLOCK == 128 || BLOCK == 256, "a lane has two, four or eight elements");
 
 // Neighbouring blocks of a slot that one rank owns.
@@ -86,148 +83,153 @@ static __device__ __forceinline__ float draw(int seed, int place) { return (floa
 
 // -- one block ---------------------------------------------------------------------------------------------------------
 
-// The scale of a block of which `length` elements count; the others are 0. All lanes come together.
-static __device__ __forceinline__ float scale_of(const float (&x)[EACH], int length) {
-#if BITS == 16
-    return 1.0f;
-#elif BITS >= 4
-    int top = 0;
+// A code of BITS bits. What is sent and the sums may have different ones.
+template <int BITS>
+struct Code {
+    static constexpr int LANE_BITS = EACH * BITS;
+    static constexpr int WORDS = BLOCK * BITS / 32;  // of a block's codes
+    static constexpr int PEAK = BITS > 1 ? (1 << (BITS - 1)) - 1 : 1;
+    static constexpr u32 MASK = (1u << BITS) - 1;
+    static constexpr bool HAS_SCALE = BITS < 16;
+
+    // The scale of a block of which `length` elements count; the others are 0. All lanes come together.
+    static __device__ __forceinline__ float scale_of(const float (&x)[EACH], int length) {
+        if constexpr (BITS == 16) {
+            return 1.0f;
+        } else if constexpr (BITS >= 4) {
+            int top = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) top = max(top, magnitude(x[i]));
-    const float scale = __fmul_rn(__int_as_float(warp_max(top)), (float)(1.0 / PEAK));
-    return cut_to_bf16(fmaxf(scale, SMALLEST_SCALE));
-#else
-    double sizes[EACH];
+            for (int i = 0; i < EACH; ++i) top = max(top, magnitude(x[i]));
+            const float scale = __fmul_rn(__int_as_float(warp_max(top)), (float)(1.0 / PEAK));
+            return cut_to_bf16(fmaxf(scale, SMALLEST_SCALE));
+        } else {
+            double sizes[EACH];
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) sizes[i] = (double)fabsf(x[i]);
-    const double sum = sum_block(sizes), elements = (double)max(length, 1);
-#if BITS == 1
-    return usable_scale(sum / elements);
-#else
-    double cut = FIRST_CUT * sum / elements, fitted = 0.0;
-    for (int round = 0; round < LLOYD_ROUNDS; ++round) {
-        double above[EACH];
-        int count = 0;
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const bool counts = sizes[i] > cut;
-            above[i] = counts ? sizes[i] : 0.0;
-            count += counts;
+            for (int i = 0; i < EACH; ++i) sizes[i] = (double)fabsf(x[i]);
+            const double sum = sum_block(sizes), elements = (double)max(length, 1);
+            if constexpr (BITS == 1) return usable_scale(sum / elements);
+            return usable_scale(fit_three_levels(sizes, FIRST_CUT * sum / elements));
         }
-        fitted = sum_block(above) / (double)max(warp_sum(count), 1);
-        cut = fitted * 0.5;
     }
-    return usable_scale(fitted);
-#endif
-#endif
-}
 
-// The code of one element, and what it stands for.
-static __device__ __forceinline__ int code_of(float x, float scale, float inverse, int seed, int place, float& value) {
-#if BITS == 16
-    const float inside = fminf(fmaxf(x, -3.3895313892515355e38f), 3.3895313892515355e38f);
-#if STOCHASTIC
-    const int code = (int)((u32)(__float_as_int(inside) + draw_bits(seed, place)) >> 16);
-#else
-    const int code = to_bf16(inside);
-#endif
-    value = from_bf16((u16)code);
-    return code;
-#elif BITS == 1
-#if STOCHASTIC
-    const int code = __fmul_rn(x, inverse) < __fadd_rn(2.0f * draw(seed, place), -1.0f);
-#else
-    const int code = x < 0.0f;
-#endif
-    value = code ? -scale : scale;
-    return code;
-#else
-#if STOCHASTIC
-    const float rounded = floorf(__fadd_rn(__fmul_rn(x, inverse), draw(seed, place)));
-#elif BITS == 2
-    const float rounded = 2.0f * fabsf(x) > scale && scale > 0.0f ? (x < 0.0f ? -1.0f : 1.0f) : 0.0f;
-#else
-    const float rounded = rintf(__fmul_rn(x, inverse));
-#endif
-    const float code = fminf(fmaxf(rounded, -(float)PEAK), (float)PEAK);
-    value = __fmul_rn(code, scale);
-    return (int)code & ((1 << BITS) - 1);
-#endif
-}
-
-static __device__ __forceinline__ float value_of(int code, float scale) {
-#if BITS == 16
-    return from_bf16((u16)code);
-#elif BITS == 1
-    return code ? -scale : scale;
-#else
-    return __fmul_rn((float)((int)((u32)code << (32 - BITS)) >> (32 - BITS)), scale);
-#endif
-}
-
-// Write a block's codes and scale, and tell what they stand for. All lanes come together.
-static __device__ __forceinline__ void encode_block(
-    const float (&x)[EACH], int length, int seed, int place, u8* message, const MessageForm& form, int block, float (&values)[EACH]) {
-    const int lane = threadIdx.x & 31;
-    const float scale = scale_of(x, length);
-#if BITS >= 4
-    const float inverse = __fdiv_rn(1.0f, scale);
-#else
-    const float inverse = scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f;
-#endif
-    u32 codes[EACH];
+    // Lloyd's rounds: the mean magnitude of what is not nearer to zero.
+    static __device__ __forceinline__ double fit_three_levels(const double (&sizes)[EACH], double cut) {
+        double fitted = 0.0;
+        for (int round = 0; round < LLOYD_ROUNDS; ++round) {
+            double above[EACH];
+            int count = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) codes[i] = (u32)code_of(x[i], scale, inverse, seed, place + EACH * lane + i, values[i]);
-    u32* words = reinterpret_cast<u32*>(message + form.codes) + (i64)block * WORDS;
-#if LANE_BITS >= 32
-    constexpr int PER_WORD = 32 / BITS;
-#pragma unroll
-    for (int word = 0; word < LANE_BITS / 32; ++word) {
-        u32 packed = 0;
-#pragma unroll
-        for (int i = 0; i < PER_WORD; ++i) packed |= codes[word * PER_WORD + i] << (i * BITS);
-        words[lane * (LANE_BITS / 32) + word] = packed;
+            for (int i = 0; i < EACH; ++i) {
+                const bool counts = sizes[i] > cut;
+                above[i] = counts ? sizes[i] : 0.0;
+                count += counts;
+            }
+            fitted = sum_block(above) / (double)max(warp_sum(count), 1);
+            cut = fitted * 0.5;
+        }
+        return fitted;
     }
-#else
-    constexpr int LANES = 32 / LANE_BITS;
-    u32 packed = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) packed |= codes[i] << (i * BITS);
-    packed <<= lane % LANES * LANE_BITS;
-#pragma unroll
-    for (int step = 1; step < LANES; step <<= 1) packed |= (u32)__shfl_xor_sync(EVERY_LANE, (int)packed, step);
-    if (lane % LANES == 0) words[lane / LANES] = packed;
-#endif
-#if HAS_SCALE
-    if (lane == 0) reinterpret_cast<u16*>(message + form.scales)[block] = (u16)(__float_as_uint(scale) >> 16);
-#endif
-}
 
-// What this lane's codes of a block stand for.
-static __device__ __forceinline__ void decode_block(const u8* message, const MessageForm& form, int block, float (&values)[EACH]) {
-    const int lane = threadIdx.x & 31;
-    const u32* words = reinterpret_cast<const u32*>(message + form.codes) + (i64)block * WORDS;
-#if HAS_SCALE
-    const float scale = from_bf16(reinterpret_cast<const u16*>(message + form.scales)[block]);
+    // The code of one element, and what it stands for.
+    static __device__ __forceinline__ int code_of(float x, float scale, float inverse, int seed, int place, float& value) {
+        if constexpr (BITS == 16) {
+            const float inside = fminf(fmaxf(x, -3.3895313892515355e38f), 3.3895313892515355e38f);
+#if STOCHASTIC
+            const int code = (int)((u32)(__float_as_int(inside) + draw_bits(seed, place)) >> 16);
 #else
-    const float scale = 1.0f;
+            const int code = to_bf16(inside);
 #endif
-#if LANE_BITS >= 32
-    constexpr int PER_WORD = 32 / BITS;
-#pragma unroll
-    for (int word = 0; word < LANE_BITS / 32; ++word) {
-        const u32 packed = words[lane * (LANE_BITS / 32) + word];
-#pragma unroll
-        for (int i = 0; i < PER_WORD; ++i)
-            values[word * PER_WORD + i] = value_of((int)((packed >> (i * BITS)) & ((1u << BITS) - 1)), scale);
+            value = from_bf16((u16)code);
+            return code;
+        } else if constexpr (BITS == 1) {
+#if STOCHASTIC
+            const int code = __fmul_rn(x, inverse) < __fadd_rn(2.0f * draw(seed, place), -1.0f);
+#else
+            const int code = x < 0.0f;
+#endif
+            value = code ? -scale : scale;
+            return code;
+        } else {
+            float rounded;
+#if STOCHASTIC
+            rounded = floorf(__fadd_rn(__fmul_rn(x, inverse), draw(seed, place)));
+#else
+            if constexpr (BITS == 2)
+                rounded = 2.0f * fabsf(x) > scale && scale > 0.0f ? (x < 0.0f ? -1.0f : 1.0f) : 0.0f;
+            else
+                rounded = rintf(__fmul_rn(x, inverse));
+#endif
+            const float code = fminf(fmaxf(rounded, -(float)PEAK), (float)PEAK);
+            value = __fmul_rn(code, scale);
+            return (int)code & (int)MASK;
+        }
     }
-#else
-    constexpr int LANES = 32 / LANE_BITS;
-    const u32 packed = words[lane / LANES] >> (lane % LANES * LANE_BITS);
+
+    static __device__ __forceinline__ float value_of(int code, float scale) {
+        if constexpr (BITS == 16) return from_bf16((u16)code);
+        if constexpr (BITS == 1) return code ? -scale : scale;
+        return __fmul_rn((float)((int)((u32)code << (32 - BITS)) >> (32 - BITS)), scale);
+    }
+
+    // Write a block's codes and scale, and tell what they stand for. All lanes come together.
+    static __device__ __forceinline__ void encode_block(
+        const float (&x)[EACH], int length, int seed, int place, u8* message, const MessageForm& form, int block, float (&values)[EACH]) {
+        const int lane = threadIdx.x & 31;
+        const float scale = scale_of(x, length);
+        const float inverse = BITS >= 4 || scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f;
+        u32 codes[EACH];
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) values[i] = value_of((int)((packed >> (i * BITS)) & ((1u << BITS) - 1)), scale);
-#endif
-}
+        for (int i = 0; i < EACH; ++i) codes[i] = (u32)code_of(x[i], scale, inverse, seed, place + EACH * lane + i, values[i]);
+        u32* words = reinterpret_cast<u32*>(message + form.codes) + (i64)block * WORDS;
+        if constexpr (LANE_BITS >= 32) {
+            constexpr int PER_WORD = 32 / BITS;
+#pragma unroll
+            for (int word = 0; word < LANE_BITS / 32; ++word) {
+                u32 packed = 0;
+#pragma unroll
+                for (int i = 0; i < PER_WORD; ++i) packed |= codes[word * PER_WORD + i] << (i * BITS);
+                words[lane * (LANE_BITS / 32) + word] = packed;
+            }
+        } else {
+            constexpr int LANES = 32 / LANE_BITS;
+            u32 packed = 0;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) packed |= codes[i] << (i * BITS);
+            packed <<= lane % LANES * LANE_BITS;
+#pragma unroll
+            for (int step = 1; step < LANES; step <<= 1) packed |= (u32)__shfl_xor_sync(EVERY_LANE, (int)packed, step);
+            if (lane % LANES == 0) words[lane / LANES] = packed;
+        }
+        if constexpr (HAS_SCALE)
+            if (lane == 0) reinterpret_cast<u16*>(message + form.scales)[block] = (u16)(__float_as_uint(scale) >> 16);
+    }
+
+    // What this lane's codes of a block stand for.
+    static __device__ __forceinline__ void decode_block(const u8* message, const MessageForm& form, int block, float (&values)[EACH]) {
+        const int lane = threadIdx.x & 31;
+        const u32* words = reinterpret_cast<const u32*>(message + form.codes) + (i64)block * WORDS;
+        float scale = 1.0f;
+        if constexpr (HAS_SCALE) scale = from_bf16(reinterpret_cast<const u16*>(message + form.scales)[block]);
+        if constexpr (LANE_BITS >= 32) {
+            constexpr int PER_WORD = 32 / BITS;
+#pragma unroll
+            for (int word = 0; word < LANE_BITS / 32; ++word) {
+                const u32 packed = words[lane * (LANE_BITS / 32) + word];
+#pragma unroll
+                for (int i = 0; i < PER_WORD; ++i)
+                    values[word * PER_WORD + i] = value_of((int)((packed >> (i * BITS)) & MASK), scale);
+            }
+        } else {
+            constexpr int LANES = 32 / LANE_BITS;
+            const u32 packed = words[lane / LANES] >> (lane % LANES * LANE_BITS);
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) values[i] = value_of((int)((packed >> (i * BITS)) & MASK), scale);
+        }
+    }
+};
+
+typedef Code<BITS_SENT> SentCode;
+typedef Code<BITS_OF_SUMS> SumCode;
 
 // -- elements of a piece -----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from thinwire.errors import ExchangeError
 
 Struct = type[ctypes.Structure]
 i32, i64, u16, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint16, ctypes.c_void_p
+f32 = ctypes.c_float
 
 
 def declare(name: str, *fields: tuple[type, str]) -> Struct:
