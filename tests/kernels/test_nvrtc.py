@@ -26,6 +26,7 @@ from thinwire.kernels.cuda import (
 from thinwire.kernels.cuda import rows as streamed_rows
 from thinwire.kernels.cuda.binaries import OPTIONS
 from thinwire.kernels.cuda.bucket import bucket_defines
+from thinwire.kernels.cuda.fused_estimate import MEASURE_DEFINES
 from thinwire.kernels.cuda.fused_threshold import DECODE_DEFINES, ENCODE_DEFINES
 from thinwire.kernels.cuda.fused_topk import SETTLE_DEFINES, Correction
 from thinwire.kernels.cuda.pack import pack_defines
@@ -93,6 +94,8 @@ CASES: dict[str, Case] = {
         (*PLAIN, *multi_block_rows.DEFINES),
     ),
     "thresholds": ("encode_threshold.cu", (*NOTES, *ENCODE_DEFINES)),
+    "measures": ("measure.cu", (*PLAIN, *MEASURE_DEFINES)),
+    "measures of narrow gradients": ("measure.cu", (*NARROW, *MEASURE_DEFINES)),
     "decode": ("decode.cu", (*PLAIN, *decode_parts.DEFINES, *dense.STRETCH_DEFINES)),
     "decode packed": ("decode.cu", (*NARROW, *decode_parts.DEFINES, *dense.STRETCH_DEFINES)),
     "decode counted": ("decode_counted.cu", (*NOTES, *DECODE_DEFINES)),
