@@ -19,6 +19,7 @@ from thinwire.kernels.cuda import (
     columns,
     decode_parts,
     dense,
+    draw,
     multi_block_rows,
     restore,
     row_select,
@@ -103,6 +104,7 @@ CASES: dict[str, Case] = {
     "bucket": ("bucket.cu", bucket_defines(torch.float32)),
     "bf16 bucket": ("bucket.cu", bucket_defines(torch.bfloat16)),
     "rows selected": ("select_rows.cu", row_select.DEFINES),
+    "drawn places": ("draw.cu", draw.DEFINES),
     "dense": ("dense.cu", (*PLAIN, *dense.STRETCH_DEFINES)),
     "restore": ("restore.cu", restore.DEFINES),
     **{

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from thinwire.kernels.cuda.fused_threshold import Goal
 from thinwire.kernels.looks import Look, Targets, TorchLook
 from thinwire.kernels.topk import row_topk
-from thinwire.layout import RowTable, Slot, SlotRows, keep_count
+from thinwire.layout import RowTable, Slot, SlotRows, keep_count, remembered
 from thinwire.select.base import Picks, Selector, Session, Turn, picks_of
 from thinwire.select.threshold_reused import ThresholdTurn
 from thinwire.validate import check_choice, check_density
@@ -165,16 +164,10 @@ def target_rows(rows: SlotRows) -> TargetRows:
     return rows
 
 
-_targets: WeakKeyDictionary[RowTable, dict[torch.device, Targets]] = WeakKeyDictionary()
-
-
 def targets_of(table: RowTable, device: torch.device) -> Targets:
     """What the slots of a table want, made once."""
-    made = _targets.setdefault(table, {})
-    if device not in made:
-        pairs = [(rows.length, target_rows(rows).target) for rows in table.rows]
-        made[device] = Targets(pairs, device)
-    return made[device]
+    pairs = ((rows.length, target_rows(rows).target) for rows in table.rows)
+    return remembered(table, ("targets", device), lambda: Targets(list(pairs), device))
 
 
 def unless_everything(thresholds: Tensor, table: RowTable) -> Tensor:
