@@ -111,6 +111,28 @@ def test_chunks_cover_the_tensor_and_the_largest_are_chosen(n, chunk, density):
         assert count == n
 
 
+def test_chunks_of_many_tensors_are_those_of_each():
+    """Neighbours with chunks of one length, a gap, a last chunk that is short, and one tensor of a single chunk."""
+    sizes, offsets = (512, 1024, 700, 40, 9), (0, 512, 1600, 2300, 2340)
+    pairs = zip("abcde", sizes, offsets, strict=True)
+    slots = [parameter(name, (size,)).slot(offset) for name, size, offset in pairs]
+    selector = ChunkChoice(0.3, 64)
+    c = torch.randn(2400, generator=torch.Generator().manual_seed(1))
+    for late in (False, True):
+        if late:
+            for slot in slots:
+                slot.span(c)[-1] = 100.0
+        table = RowTable([selector.rows(slot) for slot in slots], c.numel())
+        picks = selector.pick(c, table)
+        for index, slot in enumerate(slots):
+            alone = RowTable([selector.rows(slot.at(0))], slot.numel)
+            one = selector.pick(slot.span(c), alone)
+            span = table.slot_slice(index)
+            assert torch.equal(picks.indices[span], one.indices)
+            assert torch.equal(picks.values[span], one.values)
+            assert picks.counts[index] == one.counts[0]
+
+
 def test_equal_chunks_tie_to_the_lowest():
     selector = ChunkChoice(0.25, 4)
     table = RowTable([selector.rows(parameter("w", (32,)).slot(0), None)], 32)
