@@ -23,6 +23,7 @@ from thinwire.kernels.cuda import (
     multi_block_rows,
     restore,
     row_select,
+    signs,
 )
 from thinwire.kernels.cuda import rows as streamed_rows
 from thinwire.kernels.cuda.binaries import OPTIONS
@@ -106,6 +107,7 @@ CASES: dict[str, Case] = {
     "rows selected": ("select_rows.cu", row_select.DEFINES),
     "drawn places": ("draw.cu", draw.DEFINES),
     "dense": ("dense.cu", (*PLAIN, *dense.STRETCH_DEFINES)),
+    "signs": ("signs.cu", signs.DEFINES),
     "restore": ("restore.cu", restore.DEFINES),
     **{
         f"quantised, {bits} bits in {block}, {dtype}": ("quantize.cu", quantise(bits, block, dtype))

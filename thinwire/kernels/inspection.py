@@ -105,4 +105,4 @@ def _largest(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _flags(largest: Tensor) -> Flags:
-    return Flags(non_finite=~largest.isfinite().all(), had_gradient=largest != 0)
+    return Flags(non_finite=holds_non_finite(largest), had_gradient=largest != 0)
