@@ -10,11 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from thinwire.described import Described
 
 
 class Targets:
@@ -52,20 +52,40 @@ class Targets:
         return pinned.to(self.device, non_blocking=True)
 
 
-@dataclass(frozen=True, eq=False)
-class Tail(Described):
+class Tail(Protocol):
     """The magnitudes beyond a threshold, float64 [slots] each."""
+
+    @property
+    def count(self) -> Tensor: ...
+    @property
+    def total(self) -> Tensor: ...
+    @property
+    def squares(self) -> Tensor:
+        """The sum of their squares."""
+
+    @property
+    def signed(self) -> Tensor:
+        """The sum of the elements themselves."""
+
+    @property
+    def smallest(self) -> Tensor:
+        """Infinite if there are none."""
+
+    @property
+    def largest(self) -> Tensor:
+        """0 if there are none."""
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredTail:
+    """All of them, measured at once."""
 
     count: Tensor
     total: Tensor
     squares: Tensor
-    """The sum of their squares."""
     signed: Tensor
-    """The sum of the elements themselves."""
     smallest: Tensor
-    """Infinite if there are none."""
     largest: Tensor
-    """0 if there are none."""
 
 
 class Look(ABC):
@@ -95,15 +115,13 @@ class TorchLook(Look):
         self.readable = targets.device.type == "cpu"
 
     def tail(self, beyond: Tensor | None = None) -> Tail:
-        if beyond is None:
-            beyond = torch.full_like(self.targets.lengths, -1.0)
-        pairs = zip(self.pieces, self.magnitudes, beyond.unbind(), strict=True)
-        rows = [tail_of(*pair) for pair in pairs]
-        return Tail(*torch.stack(rows).unbind(1))
+        return TorchTail(self.pieces, self.magnitudes, beyond)
 
     def count(self, beyond: Tensor) -> Tensor:
         counts = [
-            torch.stack([(sizes > limit.to(sizes.dtype)).sum() for limit in limits.unbind()])
+            torch.stack(
+                [(sizes > limit.to(sizes.dtype)).count_nonzero() for limit in limits.unbind()]
+            )
             for sizes, limits in zip(
                 self.magnitudes, beyond.reshape(len(self.pieces), -1).unbind(), strict=True
             )
@@ -111,16 +129,51 @@ class TorchLook(Look):
         return torch.stack(counts).view(beyond.shape)
 
 
-def tail_of(piece: Tensor, sizes: Tensor, limit: Tensor) -> Tensor:
-    """float64 [6]: the fields of `Tail` for one slot."""
-    above = sizes > limit.to(sizes.dtype)
-    kept = torch.where(above, sizes, 0.0).double()
-    fields = (
-        above.sum().double(),
-        kept.sum(),
-        (kept * kept).sum(),
-        torch.where(above, piece, 0.0).sum(dtype=torch.float64),
-        torch.where(above, sizes, torch.inf).min().double(),
-        kept.max(),
-    )
-    return torch.stack(fields)
+class TorchTail:
+    """The definition; only what is asked for is computed."""
+
+    def __init__(
+        self, pieces: Sequence[Tensor], magnitudes: Sequence[Tensor], beyond: Tensor | None
+    ) -> None:
+        self._pieces, self._magnitudes = pieces, magnitudes
+        self._above: list[Tensor] | None = None
+        if beyond is not None:
+            pairs = zip(magnitudes, beyond.unbind(), strict=True)
+            self._above = [sizes > limit.to(sizes.dtype) for sizes, limit in pairs]
+
+    def _kept(self, tensors: Sequence[Tensor], other: float) -> list[Tensor]:
+        """Those of some elements that count, and `other` in place of the others."""
+        if self._above is None:
+            return list(tensors)
+        pairs = zip(self._above, tensors, strict=True)
+        return [torch.where(above, tensor, other) for above, tensor in pairs]
+
+    @cached_property
+    def _wide(self) -> list[Tensor]:
+        return [kept.double() for kept in self._kept(self._magnitudes, 0.0)]
+
+    @cached_property
+    def count(self) -> Tensor:
+        above = self._above or [torch.ones_like(one, dtype=torch.bool) for one in self._pieces]
+        return torch.stack([one.count_nonzero() for one in above]).double()
+
+    @cached_property
+    def total(self) -> Tensor:
+        return torch.stack([wide.sum() for wide in self._wide])
+
+    @cached_property
+    def squares(self) -> Tensor:
+        return torch.stack([(wide * wide).sum() for wide in self._wide])
+
+    @cached_property
+    def signed(self) -> Tensor:
+        return torch.stack([kept.double().sum() for kept in self._kept(self._pieces, 0.0)])
+
+    @cached_property
+    def smallest(self) -> Tensor:
+        kept = self._kept(self._magnitudes, torch.inf)
+        return torch.stack([one.min() for one in kept]).double()
+
+    @cached_property
+    def largest(self) -> Tensor:
+        return torch.stack([one.max() for one in self._kept(self._magnitudes, 0.0)]).double()

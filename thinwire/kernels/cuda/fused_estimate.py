@@ -24,13 +24,13 @@ from thinwire.kernels.cuda.launch import PreparedLaunch, Varying
 from thinwire.kernels.cuda.prepared import BEFORE, BUCKET, MEMORY, PAYLOAD, RATIO
 from thinwire.kernels.cuda.source import Defines
 from thinwire.kernels.cuda.structs import declare, layout_of, make_room
-from thinwire.kernels.looks import Look, Tail, Targets
+from thinwire.kernels.looks import Look, MeasuredTail, Tail, Targets
 from thinwire.layout import Group
 from thinwire.wire.codec import Codec
 
 MEASURE = "measure.cu"
 Measures = declare("Measures", (ctypes.c_double, "count total squares sum smallest largest"))
-"""measure.cu: the fields of a `Tail`."""
+"""measure.cu: the fields of a `MeasuredTail`."""
 MEASURE_DEFINES: Defines = (*CHUNK_DEFINES, *map(layout_of, (SlotState, Measures)))
 LIMITS, MEASURED, COUNTS = map(Varying, ("limits", "measured", "counts"))
 EACH = Varying("each", is_number=True)
@@ -108,4 +108,4 @@ class HeldLook(Look):
         slots, device = len(self._kernels.goals), self.targets.device
         measured = torch.empty(slots, 6, dtype=torch.float64, device=device)
         self._kernels.sum_measures.start({"measured": measured.data_ptr()})
-        return Tail(*measured.unbind(1))
+        return MeasuredTail(*measured.unbind(1))
