@@ -20,13 +20,16 @@ from thinwire.kernels.cuda import (
     columns,
     decode_parts,
     dense,
+    draw,
     multi_block_rows,
     restore,
     row_select,
+    signs,
 )
 from thinwire.kernels.cuda import rows as streamed_rows
 from thinwire.kernels.cuda.binaries import OPTIONS
 from thinwire.kernels.cuda.bucket import bucket_defines
+from thinwire.kernels.cuda.fused_estimate import MEASURE_DEFINES
 from thinwire.kernels.cuda.fused_threshold import DECODE_DEFINES, ENCODE_DEFINES
 from thinwire.kernels.cuda.fused_topk import SETTLE_DEFINES, Correction
 from thinwire.kernels.cuda.pack import pack_defines
@@ -94,6 +97,8 @@ CASES: dict[str, Case] = {
         (*PLAIN, *multi_block_rows.DEFINES),
     ),
     "thresholds": ("encode_threshold.cu", (*NOTES, *ENCODE_DEFINES)),
+    "measures": ("measure.cu", (*PLAIN, *MEASURE_DEFINES)),
+    "measures of narrow gradients": ("measure.cu", (*NARROW, *MEASURE_DEFINES)),
     "decode": ("decode.cu", (*PLAIN, *decode_parts.DEFINES, *dense.STRETCH_DEFINES)),
     "decode packed": ("decode.cu", (*NARROW, *decode_parts.DEFINES, *dense.STRETCH_DEFINES)),
     "decode counted": ("decode_counted.cu", (*NOTES, *DECODE_DEFINES)),
@@ -101,7 +106,9 @@ CASES: dict[str, Case] = {
     "bucket": ("bucket.cu", bucket_defines(torch.float32)),
     "bf16 bucket": ("bucket.cu", bucket_defines(torch.bfloat16)),
     "rows selected": ("select_rows.cu", row_select.DEFINES),
+    "drawn places": ("draw.cu", draw.DEFINES),
     "dense": ("dense.cu", (*PLAIN, *dense.STRETCH_DEFINES)),
+    "signs": ("signs.cu", signs.DEFINES),
     "restore": ("restore.cu", restore.DEFINES),
     **{
         f"quantised, {bits} bits in {block}, {dtype}": ("quantize.cu", quantise(bits, block, dtype))

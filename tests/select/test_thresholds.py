@@ -11,6 +11,7 @@ from tests.contracts.cluster import parameter
 from tests.select.data import odd_tensors
 from thinwire.bench.data import LAWS, draw, real_gradients
 from thinwire.errors import UsageError
+from thinwire.kernels.looks import Targets, TorchLook
 from thinwire.kernels.topk import row_topk_reference
 from thinwire.layout import RowTable
 from thinwire.select.finish import TargetRows, finish, finish_in_capacity
@@ -38,6 +39,10 @@ REAL = real_gradients()
 def pick(selector, x):
     table = RowTable([selector.rows(parameter("w", x.shape).slot(0), None)], x.numel())
     return selector.session().pick(x, table), table
+
+
+def look_at(x, wanted):
+    return TorchLook([x], Targets([(x.numel(), wanted)], x.device))
 
 
 def check_picks(picks, table, x):
@@ -113,7 +118,7 @@ def test_published_estimates_are_the_papers():
     gauss, laplace = draw("gauss", n), draw("laplace", n)
 
     def ratio(selector, x):
-        return int((x.abs() > selector.estimate(x, x.abs(), k)).sum()) / k
+        return int((x.abs() > selector.estimate(look_at(x, k)).float()).sum()) / k
 
     assert abs(ratio(GaussianThreshold(0.001, "published"), gauss) - 1.0) < 0.1
     assert ratio(RedSyncThreshold(0.001, "published", True), draw("student3", n)) > 50
@@ -134,7 +139,7 @@ def test_zeros_do_not_decide_the_fit_of_a_gamma_law():
     unit = a / a.norm()
     s = (unit.mean() + 2.2e-16).log() - (unit + 2.2e-16).log().mean()
     shape = (3 - s + ((s - 3) ** 2 + 24 * s).sqrt()) / (12 * s)
-    threshold = SIDCoThreshold(0.01, "published", "gamma", 1).fit(x.abs(), 0.01, 1)
+    (threshold,) = SIDCoThreshold(0.01, "published", "gamma", 1).estimate(look_at(x, 500))
     beyond = torch.special.gammaincc(shape, threshold.double() / (a.mean() / shape))
     assert float(beyond) == pytest.approx(0.01, rel=1e-3)
 
@@ -170,7 +175,7 @@ def test_samples_differ_from_step_to_step_and_repeat_for_a_step():
     def chosen(step):
         session = selector.session()
         session.begin(["w"], [step])
-        return session.threshold(x, x.abs(), table.rows[0])
+        return session.threshold(x.abs(), table.rows[0])
 
     assert chosen(3) == chosen(3)
     assert len({float(chosen(step)) for step in range(8)}) > 4

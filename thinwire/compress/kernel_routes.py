@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from thinwire.exchange.all_gather import GATHERED_PAYLOADS, AllGather
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.common import ask
 from thinwire.exchange.requests import Program, Sum, together
+from thinwire.kernels.cuda.fused_estimate import FusedEstimate
 from thinwire.kernels.cuda.fused_threshold import FusedThreshold, ThresholdState
 from thinwire.kernels.cuda.fused_topk import FusedTopK
 from thinwire.kernels.cuda.joint import Joint
@@ -30,7 +31,8 @@ from thinwire.kernels.cuda.toolchain import has_kernels
 from thinwire.layout import Group
 from thinwire.memory.base import CORRECTED, RESIDUAL
 from thinwire.memory.store import Binding
-from thinwire.select.base import ABOVE_THRESHOLDS, LARGEST_OF_ROWS
+from thinwire.select.base import ABOVE_ESTIMATES, ABOVE_THRESHOLDS, LARGEST_OF_ROWS
+from thinwire.select.finish import EstimateTurn, targets_of
 from thinwire.select.threshold_reused import ThresholdTurn
 from thinwire.wire.fixed import FIXED_WIDTH, PACKED_BITS
 from thinwire.wire.floats import FLOATS
@@ -136,6 +138,13 @@ class ThresholdRoute(KernelRoute):
         self._names = [slot.name for slot in task.group.slots]
 
     def _make(self) -> PreparedKernels:
+        task = self.task
+        goals = self.turn.goals(task.codec.table)
+        return FusedThreshold(
+            self.group, task.codec, self._state(), goals, task.terms.gradient_dtype
+        )
+
+    def _state(self) -> ThresholdState:
         task, group = self.task, self.group
         state = task.shared.get("thresholds")
         if not isinstance(state, ThresholdState):
@@ -144,8 +153,7 @@ class ThresholdRoute(KernelRoute):
             state = ThresholdState(group, entries, world, self.turn.tolerance)
             state.thresholds.fill_(self.turn.first_threshold)
             task.shared["thresholds"] = state
-        goals = self.turn.goals(task.codec.table)
-        return FusedThreshold(group, task.codec, state, goals, task.terms.gradient_dtype)
+        return state
 
     def open(self, step: GroupStep) -> Opened:
         kernels = self.kernels
@@ -160,6 +168,24 @@ class ThresholdRoute(KernelRoute):
         counts, notes = kernels.take_slot_words()
         self.turn.observe(self.task.codec.table, notes, counts)
         return replace(outcome, sent=counts[self.task.terms.place.rank])
+
+
+class EstimateRoute(ThresholdRoute):
+    """Everything above a threshold of each slot that is estimated in the same step."""
+
+    def _make(self) -> PreparedKernels:
+        task, turn = self.task, self.turn
+        assert isinstance(turn, EstimateTurn), "the form says so"
+        table = task.codec.table
+        return FusedEstimate(
+            self.group,
+            task.codec,
+            self._state(),
+            turn.goals(table),
+            task.terms.gradient_dtype,
+            targets_of(table, self.group.device),
+            partial(turn.estimate, table=table),
+        )
 
 
 class KernelAccount(TakeBackAccount):
@@ -218,5 +244,12 @@ THRESHOLD_KERNELS = replace(
     memories={RESIDUAL},
     route=ThresholdRoute,
 )
+ESTIMATE_KERNELS = replace(
+    THRESHOLD_KERNELS,
+    name="kernels for estimated thresholds",
+    selections={ABOVE_ESTIMATES},
+    route=EstimateRoute,
+)
 register_backend(TOP_K_KERNELS)
 register_backend(THRESHOLD_KERNELS)
+register_backend(ESTIMATE_KERNELS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,10 +12,11 @@ from torch import Tensor
 from thinwire.compress.base import Compressor, GroupPlan, GroupStep, Opened, Route, Terms
 from thinwire.compress.dense import AfterMean, MeanStep
 from thinwire.exchange.base import Outcome
-from thinwire.exchange.majority import gather_scaled_signs, vote_by_majority
+from thinwire.exchange.majority import gather_words, pack_bits, unpack_bits, vote_by_majority
 from thinwire.exchange.requests import Place, Program
 from thinwire.exchange.shared_indices import sum_flags
-from thinwire.kernels.inspection import inspect
+from thinwire.kernels.cuda.signs import BITS, SignAdder, sign_toolchain
+from thinwire.kernels.inspection import holds_non_finite, inspect
 from thinwire.layout import Group
 from thinwire.memory.account import Account
 from thinwire.memory.base import Memory, MemoryState
@@ -77,7 +80,8 @@ class VoteRoute(Route):
     def _run(self, c: Tensor, flags: Flags, scale: Tensor | None) -> Program[Outcome]:
         used, non_finite = yield from sum_flags(flags, self.place, "signs")
         verdict = yield from vote_by_majority(c, self.place, self.abstain, "signs")
-        update = verdict.to(c.dtype) * spread(used, self.group, c)
+        update = verdict.to(c.dtype)
+        torch._foreach_mul_(self.group.spans(update), list(used.to(c.dtype).unbind()))
         return Outcome(with_scale(update, scale), non_finite)
 
 
@@ -97,6 +101,14 @@ class ScaledSignRoute(Route):
         super().__init__(group, [(place.world - 1) * (numel / 8 + 8) for numel in numels], numels)
         self.place = place
         self.memory = memory
+        self._lengths = torch.tensor([float(n) for n in numels], device=group.device)
+
+    @cached_property
+    def code(self) -> SignCode:
+        """Made at the first step, when it is known whether there are kernels."""
+        group = self.group
+        toolchain = sign_toolchain(group.device, group.dtype, group.numel)
+        return TorchSigns(group) if toolchain is None else SignAdder(group, toolchain)
 
     def open(self, step: GroupStep) -> Opened:
         flags, gradients = inspect(self.group, step.bucket_flat)
@@ -104,42 +116,86 @@ class ScaledSignRoute(Route):
         return Opened(self._run(account, flags), account)
 
     def _run(self, account: Account, flags: Flags) -> Program[Outcome]:
-        group, c = self.group, account.c
-        scales = torch.stack([slot.span(c).abs().mean() for slot in group.slots]).float()
-        overflow = ~scales.isfinite().all()
-        signs = c >= 0
-        sent = SentSigns(torch.nan_to_num(scaled(signs, scales, group, c), 0.0, 0.0, 0.0))
-        c.sub_(sent.contribution)
+        c, count = account.c, len(self.group.slots)
+        scales = self._mean_magnitudes(c)
+        overflow = holds_non_finite(scales)
+        sent = SentSigns(self.code, self.code.write(c), torch.nan_to_num(scales, 0.0, 0.0, 0.0))
+        sent.take_out_of(c)
         account.write_off_all(sent)
         bits = [flags.had_gradient, (flags.non_finite | overflow)[None]]
         words = torch.cat([scales, *(bit.float() for bit in bits)])
-        all_words, all_signs = yield from gather_scaled_signs(signs, words, self.place, "signs")
-        count = len(group.slots)
+        all_words, all_signs = yield from gather_words(words, sent.signs, self.place, "signs")
         used = all_words[:, count:-1].any(0)
-        sent.give_back_slots(c, ~used, group)
+        sent.give_back_slots(c, used)
         update = torch.zeros_like(c)
-        for rank_words, rank_signs in zip(all_words, all_signs, strict=True):
-            update += scaled(rank_signs, rank_words[:count] * used, group, c)
+        self.code.add(update, all_signs, all_words[:, :count] * used)
         return Outcome(update.mul_(1 / self.place.world), all_words[:, -1].any())
+
+    def _mean_magnitudes(self, c: Tensor) -> Tensor:
+        """float32 [slots]"""
+        spans = self.group.spans(c)
+        if c.device.type == "cpu":
+            # Many times faster there than a norm, which is not vectorised.
+            return torch.stack([span.abs().mean() for span in spans]).float()
+        return torch.stack(list(torch._foreach_norm(spans, 1))).float() / self._lengths
+
+
+class SignCode(Protocol):
+    """How the signs of a group's buffer are written down, and added to such a buffer again."""
+
+    def write(self, c: Tensor) -> Tensor:
+        """uint8: a bit for each element, up if it is not negative."""
+
+    def add(self, flat: Tensor, signs: Tensor, scales: Tensor) -> None:
+        """Add every row's signs, times the row's scale of the slot, row by row; uint8 [rows, bytes], float32 [rows, slots]."""
+
+
+class TorchSigns:
+    """The definition of a `SignCode`."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def write(self, c: Tensor) -> Tensor:
+        padded = torch.zeros(-(-c.numel() // BITS) * BITS, dtype=torch.bool, device=c.device)
+        padded[: c.numel()] = c >= 0
+        return pack_bits(padded)
+
+    def add(self, flat: Tensor, signs: Tensor, scales: Tensor) -> None:
+        for row, its_scales in zip(signs, scales, strict=True):
+            chosen = unpack_bits(row)[: flat.numel()]
+            flat += torch.where(chosen, 1.0, -1.0).to(flat.dtype) * spread(
+                its_scales, self.group, flat
+            )
 
 
 class SentSigns:
     """Scaled signs that were sent, one for every element."""
 
-    def __init__(self, contribution: Tensor) -> None:
-        self.contribution = contribution
+    def __init__(self, code: SignCode, signs: Tensor, scales: Tensor) -> None:
+        self.code = code
+        self.signs = signs
+        self.scales = scales
+        """float32 [slots]"""
+        self._accepted = scales
+        """The same; 0 of slots that were given back. Beside the others, which have to live as long as streams read them."""
 
-    def give_back_slots(self, c: Tensor, unused: Tensor, group: Group) -> None:
-        for index, slot in enumerate(group.slots):
-            piece = slot.span(self.contribution)
-            slot.span(c).add_(torch.where(unused[index], piece, 0.0))
-            piece.copy_(torch.where(unused[index], 0.0, piece))
+    def take_out_of(self, c: Tensor) -> None:
+        self._add(c, -self.scales)
+
+    def give_back_slots(self, c: Tensor, used: Tensor) -> None:
+        """What was sent of slots that are not used returns."""
+        self._add(c, torch.where(used, 0.0, self.scales))
+        self._accepted = torch.where(used, self.scales, 0.0)
 
     def return_to(self, c: Tensor, flag: Tensor) -> None:
-        c.add_(torch.where(flag, self.contribution, 0.0))
+        self._add(c, torch.where(flag, self._accepted, 0.0))
 
     def add_to(self, total: Tensor) -> None:
-        total += self.contribution
+        self._add(total, self._accepted)
+
+    def _add(self, flat: Tensor, scales: Tensor) -> None:
+        self.code.add(flat, self.signs[None], scales[None])
 
 
 def with_scale(signs: Tensor, scale: Tensor | None) -> Tensor:
@@ -153,7 +209,3 @@ def spread(per_slot: Tensor, group: Group, like: Tensor) -> Tensor:
     for index, slot in enumerate(group.slots):
         slot.span(flat).copy_(per_slot[index].expand(slot.numel))
     return flat
-
-
-def scaled(signs: Tensor, scales: Tensor, group: Group, like: Tensor) -> Tensor:
-    return torch.where(signs, 1.0, -1.0).to(like.dtype) * spread(scales, group, like)

@@ -14,7 +14,7 @@ from thinwire.compress.refresh import MeanGradient
 from thinwire.exchange.all_gather import GATHERED_PAYLOADS
 from thinwire.exchange.base import Exchange, ExchangeSession, Offer, Outcome
 from thinwire.exchange.requests import Place, Program
-from thinwire.kernels.inspection import drop_if_bad, inspect
+from thinwire.kernels.inspection import drop_if_bad, holds_non_finite, inspect
 from thinwire.kernels.journal import Journal
 from thinwire.layout import Group, RowTable, Shard, Slot, SlotRows
 from thinwire.memory.base import Memory, MemoryState
@@ -156,7 +156,7 @@ class PartsRoute(Route):
             gradients = task.clip.apply(gradients, step.scale, task.terms.place.world)
         account = task.memory.compensate(task.group, gradients, step.scale)
         if not self.sees_overflow:
-            overflow = ~account.c.isfinite().all()
+            overflow = holds_non_finite(account.c)
             flags = replace(flags, non_finite=flags.non_finite | overflow)
             drop_if_bad(account.c, overflow)
         offer = Offer(

@@ -10,7 +10,7 @@ from thinwire.exchange.base import Offer, Outcome
 from thinwire.exchange.requests import Program
 from thinwire.exchange.shared_indices import SharedIndices, sum_flags, sum_values
 from thinwire.select.base import Selector
-from thinwire.select.chunks import chunk_rows, pick_chunks
+from thinwire.select.chunks import chunks_of
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,9 @@ class ChunkAllReduce(SharedIndices):
     def run(self, offer: Offer) -> Program[Outcome]:
         had_gradient, non_finite = yield from sum_flags(offer.flags, offer.place, offer.phase)
         table, c = offer.codec.table, offer.account.c
-        norms = [chunk_rows(rows).norms(c) for rows in table.rows]
-        flat = torch.cat(norms).float() if norms else c[:0].float()
-        sizes = [norm.numel() for norm in norms]
+        chunks = chunks_of(table, c.device)
         total, _ = yield from sum_values(
-            flat, table, offer.place, torch.float32, f"{offer.phase}/norms"
+            chunks.norms(c).float(), table, offer.place, torch.float32, f"{offer.phase}/norms"
         )
-        picks = pick_chunks(c, table, list(total.split(sizes)))
+        picks = chunks.pick(c, total)
         return (yield from self.exchange_picks(offer, picks, had_gradient, non_finite))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,24 +10,11 @@ from torch import Tensor
 from thinwire.errors import ExchangeError
 from thinwire.exchange.base import Offer, Outcome
 from thinwire.exchange.requests import Program, Request, Sum
-from thinwire.layout import RowTable
+from thinwire.layout import RowTable, remembered
 
 INDEX_DTYPE = torch.int32
 NO_ENTRY = -1
 """The index that fills places no entry took."""
-
-
-T = TypeVar("T")
-
-_made: WeakKeyDictionary[RowTable, dict[Hashable, Any]] = WeakKeyDictionary()
-
-
-def remembered(table: RowTable, key: Hashable, make: Callable[[], T]) -> T:
-    """What `make` returns, made once per row table and key; gone with the table."""
-    shelf = _made.setdefault(table, {})
-    if key not in shelf:
-        shelf[key] = make()
-    return shelf[key]
 
 
 def wire_dtype(offer: Offer) -> torch.dtype:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from thinwire.exchange.agreed import AgreedPlaces, filled
 from thinwire.exchange.base import Offer
-from thinwire.exchange.common import INDEX_DTYPE, NO_ENTRY, remembered
+from thinwire.exchange.common import INDEX_DTYPE, NO_ENTRY
 from thinwire.exchange.regions import block_bits, deal_blocks
 from thinwire.exchange.requests import Gather, Program
-from thinwire.layout import RowTable, SlotRows
+from thinwire.layout import RowTable, SlotRows, remembered
 
 # With fewer rows per part than this, one row more or less would unbalance the parts.
 ROWS_PER_PART = 8

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from thinwire.errors import UsageError
 from thinwire.exchange.base import Exchange, ExchangeSession, Offer, Outcome
-from thinwire.exchange.common import remembered
 from thinwire.exchange.exclusive import share
 from thinwire.exchange.requests import (
     BETWEEN,
@@ -36,7 +35,7 @@ from thinwire.exchange.requests import (
 )
 from thinwire.exchange.split import SplitReduce
 from thinwire.kernels.journal import Journal
-from thinwire.layout import RowTable, Shard, Slot, SlotRows
+from thinwire.layout import RowTable, Shard, Slot, SlotRows, remembered
 from thinwire.memory.account import Account
 from thinwire.validate import check_instance, check_positive_int
 from thinwire.wire.codec import Codec, Flags

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from thinwire.exchange.requests import AllToAll, Gather, Place, Program
-
-BITS = 8
+from thinwire.kernels.cuda.signs import BITS, SignPlanes, sign_toolchain
 
 
 def pack_bits(bits: Tensor) -> Tensor:
@@ -35,6 +34,12 @@ def vote_by_majority(values: Tensor, place: Place, abstain: bool, phase: str) ->
     """
     count = values.numel()
     share = -(-count // (place.world * BITS)) * BITS
+    toolchain = sign_toolchain(values.device, values.dtype, count)
+    if place.world > 1 and toolchain is not None:
+        planes = SignPlanes(toolchain, abstain)
+        (ballots,) = yield (AllToAll(planes.write(values, place.world, share), phase),)
+        (gathered,) = yield (Gather(planes.count(ballots), phase),)
+        return planes.read(gathered, count)
     padded = torch.zeros(place.world * share, dtype=torch.int8, device=values.device)
     padded[:count] = values.sign().to(torch.int8)
     votes = padded.view(place.world, share)
@@ -62,20 +67,17 @@ def _read(written: Tensor, abstain: bool) -> Tensor:
     return torch.where(plus, 1, -1).to(torch.int8) * voted
 
 
-def gather_scaled_signs(
-    signs: Tensor, words: Tensor, place: Place, phase: str
+def gather_words(
+    words: Tensor, signs: Tensor, place: Place, phase: str
 ) -> Program[tuple[Tensor, Tensor]]:
-    """(words of all ranks [world, w], signs of all ranks bool [world, n]) in one all-gather.
+    """(words of all ranks [world, w], signs of all ranks uint8 [world, bytes]) in one all-gather.
 
-    `signs` says where a rank's values are not negative; `words` are its float32 scales and flags.
+    `signs` are a rank's packed bits, `words` its float32 scales and flags.
     """
-    count = signs.numel()
-    padded = torch.zeros(-(-count // BITS) * BITS, dtype=torch.bool, device=signs.device)
-    padded[:count] = signs
-    payload = torch.cat([words.view(torch.uint8), pack_bits(padded)])
+    payload = torch.cat([words.view(torch.uint8), signs])
     gathered = payload[None]
     if place.world > 1:
         (gathered,) = yield (Gather(payload, phase, control_bytes=words.nbytes),)
     head = words.nbytes
     all_words = gathered[:, :head].reshape(-1).view(torch.float32).view(place.world, -1)
-    return all_words, unpack_bits(gathered[:, head:].contiguous())[:, :count]
+    return all_words, gathered[:, head:].contiguous()

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from thinwire.exchange.base import Exchange, Offer, Outcome
-from thinwire.exchange.common import remembered, to_wire
+from thinwire.exchange.common import to_wire
 from thinwire.exchange.requests import Place, Program, Sum
 from thinwire.exchange.sums import sum_by_owners
-from thinwire.layout import RowTable
+from thinwire.kernels.inspection import holds_non_finite
+from thinwire.layout import RowTable, remembered
 from thinwire.select.base import Picks, Selector
 from thinwire.wire.codec import Flags
 
@@ -51,8 +52,9 @@ class SharedIndices(Exchange):
         mean = torch.where(used, total, 0.0) * (1 / offer.place.world)
         # Added, not written: the unused places of a slot all point at its first element and hold 0.
         update.index_add_(0, positions, mean.to(update.dtype))
-        bad = non_finite | ~picks.values.isfinite().all()
-        return Outcome(update, bad, sent=picks.counts if picks.counts is not None else _all(offer))
+        bad = non_finite | holds_non_finite(picks.values)
+        sent_counts = picks.counts if picks.counts is not None else _all(offer)
+        return Outcome(update, bad, sent=sent_counts)
 
     def objection(self, selector: Selector) -> str | None:
         if selector.same_on_all_ranks:
@@ -64,7 +66,8 @@ class SharedIndices(Exchange):
 
 
 def _all(offer: Offer) -> Tensor:
-    return torch.tensor([rows.entries for rows in offer.codec.table.rows])
+    table = offer.codec.table
+    return remembered(table, "all", lambda: torch.tensor([rows.entries for rows in table.rows]))
 
 
 def sum_flags(flags: Flags, place: Place, phase: str) -> Program[tuple[Tensor, Tensor]]:

@@ -24,7 +24,6 @@ from thinwire.exchange.common import (
     any_non_finite,
     count_by_slot,
     keep_alone,
-    remembered,
     to_wire,
     travelling,
     wire_dtype,
@@ -46,7 +45,7 @@ from thinwire.exchange.places import (
 )
 from thinwire.exchange.regions import HashedRegions
 from thinwire.exchange.requests import AllToAll, Gather, Program, common
-from thinwire.layout import RowTable
+from thinwire.layout import RowTable, remembered
 from thinwire.validate import check_choice, check_finite_number
 
 Contribution = Literal["selected", "full"]

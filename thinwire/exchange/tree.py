@@ -18,7 +18,6 @@ from thinwire.exchange.common import (
     flags_request,
     keep_alone,
     read_flags,
-    remembered,
     slot_of,
     to_wire,
     typed,
@@ -26,7 +25,7 @@ from thinwire.exchange.common import (
 )
 from thinwire.exchange.places import INDEX_BYTES, largest_by_slot, pack, unpack
 from thinwire.exchange.requests import Program, Swap
-from thinwire.layout import RowTable
+from thinwire.layout import RowTable, remembered
 from thinwire.validate import check_bool
 
 

@@ -58,6 +58,13 @@ def is_any_non_finite(group: Group, update: Tensor, bucket_flat: Tensor) -> Tens
     return ~_largest(group.pieces(bucket_flat)).isfinite().all()
 
 
+def holds_non_finite(flat: Tensor) -> Tensor:
+    """bool []: an element is NaN or infinite. `isfinite` makes four tensors on the way to that."""
+    if flat.dtype in FLOAT_CODES and flat.is_contiguous() and has_kernels(flat.device):
+        return find_non_finite(flat)
+    return ~flat.isfinite().all()
+
+
 def drop_if_bad(flat: Tensor, bad: Tensor) -> None:
     """Elements that are not finite become 0 if `bad` (bool []) is up."""
     if flat.dtype in FLOAT_CODES and has_kernels(flat.device):
@@ -98,4 +105,4 @@ def _largest(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _flags(largest: Tensor) -> Flags:
-    return Flags(non_finite=~largest.isfinite().all(), had_gradient=largest != 0)
+    return Flags(non_finite=holds_non_finite(largest), had_gradient=largest != 0)

@@ -8,11 +8,12 @@ know which it was. An entry's index counts inside its row, so it usually fits 16
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from thinwire.layout.slots import Slot, SlotKind
 Axis = Literal["auto", "published"] | int
 WHOLE_TENSOR = "tensor"
 FLATTEN_OUTPUT = "flatten"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -194,3 +196,14 @@ class RowTable:
     def entry_places(self, device: torch.device) -> Tensor:
         """Place of each entry among those of its slot."""
         return self._tables(device)[4]
+
+
+_made: WeakKeyDictionary[RowTable, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def remembered(table: RowTable, key: Hashable, make: Callable[[], T]) -> T:
+    """What `make` returns, made once per row table and key; gone with the table."""
+    shelf = _made.setdefault(table, {})
+    if key not in shelf:
+        shelf[key] = make()
+    return shelf[key]

@@ -44,6 +44,9 @@ LARGEST_OF_ROWS = "the largest magnitudes of every row"
 ABOVE_THRESHOLDS = "magnitudes above thresholds"
 """The form of selections whose turns are `ThresholdTurn`s (thinwire/select/threshold_reused.py)."""
 
+ABOVE_ESTIMATES = "magnitudes above estimates"
+"""The form of selections whose turns are `EstimateTurn`s (thinwire/select/finish.py): thresholds are found by looks at all slots."""
+
 
 class Selector(Formed, ABC):
     """A frozen description of a selection method."""

@@ -6,15 +6,16 @@ in 1.5 Minutes" (2019).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels.topk import row_topk
-from thinwire.layout import RowTable, Slot, SlotRows, keep_count
-from thinwire.select.base import Picks, Selector, picks_of
+from thinwire.kernels.exact_topk import exact_topk
+from thinwire.layout import RowTable, Slot, SlotRows, keep_count, remembered
+from thinwire.select.base import Picks, Selector, picks_at, picks_of
 from thinwire.validate import check_density, check_positive_int
 
 
@@ -33,20 +34,11 @@ class ChunkRows(SlotRows):
         """How many chunks the places have room for."""
         return min(self.chunks, -(-self.keep // self.chunk))
 
-    def norms(self, flat: Tensor) -> Tensor:
-        """Sum of magnitudes of every chunk."""
-        padded = torch.zeros(self.chunks * self.chunk, dtype=flat.dtype, device=flat.device)
-        padded[: self.length] = self.matrix(flat)
-        return padded.view(self.chunks, self.chunk).abs().sum(1)
-
-    def elements(self, norms: Tensor) -> tuple[Tensor, Tensor]:
-        """(indices [keep] of the chunks with the largest norms, unused ones last; how many are used)."""
-        best = row_topk(norms, self.chosen)
-        inside = torch.arange(self.chunk, device=norms.device)
-        indices = (best[:, None] * self.chunk + inside).reshape(-1)[: self.keep]
-        # Ascending, so what lies beyond the tensor's end is at the end.
-        used = (indices < self.length).sum()
-        return torch.where(indices < self.length, indices, 0), used
+    @property
+    def cut_keep(self) -> int:
+        """How many entries there are if the last chunk of the tensor is among the chosen."""
+        missing = self.chunks * self.chunk - self.length
+        return min(self.keep, self.chosen * self.chunk - missing)
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,8 @@ class ChunkChoice(Selector):
         return ChunkRows(slot, (), (), slot.numel, 1, keep, f"chunks of {chunk}", chunk)
 
     def pick(self, c: Tensor, table: RowTable) -> Picks:
-        return pick_chunks(c, table, [chunk_rows(rows).norms(c) for rows in table.rows])
+        chunks = chunks_of(table, c.device)
+        return chunks.pick(c, chunks.norms(c))
 
 
 def chunk_rows(rows: SlotRows) -> ChunkRows:
@@ -84,11 +77,97 @@ def chunk_rows(rows: SlotRows) -> ChunkRows:
     return rows
 
 
-def pick_chunks(c: Tensor, table: RowTable, norms: list[Tensor]) -> Picks:
-    """All elements of the chunks that the norms choose."""
-    chosen = [chunk_rows(rows).elements(norm) for rows, norm in zip(table.rows, norms, strict=True)]
-    if not chosen:
-        none = torch.zeros(0, dtype=torch.int64, device=c.device)
-        return Picks(c[:0], none, none.int())
-    indices = torch.cat([places for places, _ in chosen])
-    return picks_of(c, table, indices, torch.stack([count for _, count in chosen]))
+def chunks_of(table: RowTable, device: torch.device) -> TableChunks:
+    """The chunks of a table's slots, cut once."""
+    return remembered(table, ("chunks", device), lambda: TableChunks(table, device))
+
+
+class TableChunks:
+    """The chunks of all slots of a table, one slot after the other."""
+
+    def __init__(self, table: RowTable, device: torch.device) -> None:
+        self.table = table
+        self._slots = slots = [chunk_rows(rows) for rows in table.rows]
+        self._stretches = cut_stretches(slots)
+        self._even = all(rows.length % rows.chunk == 0 for rows in slots)
+        starts = list(accumulate((rows.chunks for rows in slots), initial=0))
+        self._norm_rows = RowTable(
+            [norm_row(rows, start) for rows, start in zip(slots, starts[:-1], strict=True)],
+            starts[-1],
+        )
+        # Of every entry: its chunk among the chosen ones, the length of such a chunk, and its place there.
+        firsts = list(accumulate((rows.chosen for rows in slots), initial=0))
+        pairs = list(zip(slots, firsts[:-1], strict=True))
+        places = [torch.arange(rows.keep) for rows in slots]
+        self._chosen = on(
+            device,
+            [first + p // rows.chunk for (rows, first), p in zip(pairs, places, strict=True)],
+        )
+        self._inside = on(device, [p % rows.chunk for rows, p in zip(slots, places, strict=True)])
+        self._chunk = on(device, [torch.full((rows.keep,), rows.chunk) for rows in slots])
+        # Of every slot: its last chosen chunk, the last of all, and how many entries it has without and with that one.
+        self._last = on(device, [torch.tensor([first + rows.chosen - 1]) for rows, first in pairs])
+        self._end = on(device, [torch.tensor([rows.chunks - 1]) for rows in slots])
+        self._full = on(device, [torch.tensor([rows.keep]) for rows in slots]).int()
+        self._cut = on(device, [torch.tensor([rows.cut_keep]) for rows in slots]).int()
+
+    def norms(self, c: Tensor) -> Tensor:
+        """[chunks]: the sum of magnitudes of each."""
+        if not self._stretches:
+            return c[:0]
+        parts = [torch.linalg.vector_norm(one.matrix(c), 1, dim=1) for one in self._stretches]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def pick(self, c: Tensor, norms: Tensor) -> Picks:
+        """All elements of the chunks of each slot that have the largest norms, ties to the lowest."""
+        best, _ = exact_topk(norms, self._norm_rows)
+        indices = best[self._chosen] * self._chunk + self._inside
+        if self._even:
+            return replace(picks_at(c, self.table, indices), counts=self._full)
+        # Ascending, so that what lies beyond a tensor's end is at the end. It has no place in c.
+        counts = torch.where(best[self._last] == self._end, self._cut, self._full)
+        within = indices < self.table.row_lengths(c.device)
+        return picks_of(c, self.table, torch.where(within, indices, 0), counts)
+
+
+def on(device: torch.device, parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*parts, torch.zeros(0, dtype=torch.int64)]).to(device)
+
+
+def norm_row(rows: ChunkRows, start: int) -> SlotRows:
+    """A slot's norms as one row, which begins at `start`."""
+    return SlotRows(rows.slot.at(start), (), (), rows.chunks, 1, rows.chosen, "norms")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Neighbouring chunks of one length in a group's buffer."""
+
+    offset: int
+    count: int
+    chunk: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.count * self.chunk
+
+    def matrix(self, flat: Tensor) -> Tensor:
+        """[count, chunk]"""
+        return flat[self.offset : self.end].view(self.count, self.chunk)
+
+
+def cut_stretches(slots: Sequence[ChunkRows]) -> list[Stretch]:
+    """All chunks, in order. Slots without a gap between them are one stretch, if their chunks are as long."""
+    made: list[Stretch] = []
+    for rows in slots:
+        whole, rest = divmod(rows.length, rows.chunk)
+        parts = [Stretch(rows.slot.offset, whole, rows.chunk)] if whole else []
+        if rest:
+            parts.append(Stretch(rows.slot.offset + whole * rows.chunk, 1, rest))
+        for part in parts:
+            last = made[-1] if made else None
+            if last is not None and last.chunk == part.chunk and last.end == part.offset:
+                made[-1] = Stretch(last.offset, last.count + part.count, last.chunk)
+            else:
+                made.append(part)
+    return made

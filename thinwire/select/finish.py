@@ -11,15 +11,18 @@ It always ends: a constant, an all-zero or a one-element tensor has a target-th 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from thinwire.kernels.cuda.fused_threshold import Goal
+from thinwire.kernels.looks import Look, Targets, TorchLook
 from thinwire.kernels.topk import row_topk
-from thinwire.layout import RowTable, Slot, SlotRows, keep_count
-from thinwire.select.base import Picks, Selector, Session, picks_of
+from thinwire.layout import RowTable, Slot, SlotRows, keep_count, remembered
+from thinwire.select.base import Picks, Selector, Session, Turn, picks_of
+from thinwire.select.threshold_reused import ThresholdTurn
 from thinwire.validate import check_choice, check_density
 
 FINISHES = ("promise", "published")
@@ -94,8 +97,8 @@ class ThresholdSelector(Selector):
             slot, (), (), slot.numel, 1, keep, "whole tensor", target, self.fewest(target), keep
         )
 
-    def estimate(self, x: Tensor, magnitude: Tensor, target: int) -> Tensor:
-        """The threshold, a scalar on the device of `x`; not a number where the data gives no estimate."""
+    def estimate(self, look: Look) -> Tensor:
+        """The threshold of every slot, [slots]; not a number where the data gives no estimate."""
         raise NotImplementedError
 
     def pick(self, c: Tensor, table: RowTable) -> Picks:
@@ -106,29 +109,74 @@ class ThresholdSelector(Selector):
 
 
 class EstimateSession(Session):
-    """Estimates and finishes tensor by tensor; selections that sample or learn override `threshold`."""
+    """Estimates for all tensors of a table, and finishes tensor by tensor; selections that sample or learn override `thresholds`."""
 
     selector: ThresholdSelector
 
-    def threshold(self, x: Tensor, magnitude: Tensor, rows: TargetRows) -> Tensor:
-        return self.selector.estimate(x, magnitude, rows.target)
+    def turn(self, modes: Hashable) -> Turn:
+        return EstimateTurn(self)
+
+    def thresholds(self, look: TorchLook, table: RowTable) -> Tensor:
+        """[slots]"""
+        return self.selector.estimate(look)
 
     def pick(self, c: Tensor, table: RowTable) -> Picks:
-        indices, counts = [], []
-        for rows in table.rows:
-            assert isinstance(rows, TargetRows)
-            x = rows.matrix(c)
-            magnitude = x.abs()
-            # All of a tensor is all of it, whatever an estimate says.
-            everything = rows.target == rows.length == rows.keep
-            threshold = x.new_zeros(()) if everything else self.threshold(x, magnitude, rows)
-            chosen, count = finish(magnitude, threshold, rows)
-            indices.append(chosen)
-            counts.append(count)
-        if not indices:
+        if not table.rows:
             none = torch.zeros(0, dtype=torch.int64, device=c.device)
             return Picks(c[:0], none, none.int())
-        return picks_of(c, table, torch.cat(indices), torch.stack(counts))
+        all_rows = [target_rows(rows) for rows in table.rows]
+        look = TorchLook([rows.matrix(c) for rows in all_rows], targets_of(table, c.device))
+        thresholds = unless_everything(self.thresholds(look, table), table).to(c.dtype)
+        found = [
+            finish(*pair)
+            for pair in zip(look.magnitudes, thresholds.unbind(), all_rows, strict=True)
+        ]
+        indices = torch.cat([chosen for chosen, _ in found])
+        return picks_of(c, table, indices, torch.stack([count for _, count in found]))
+
+
+class EstimateTurn(ThresholdTurn):
+    """Thresholds are estimated anew in every step; nothing is learned."""
+
+    session: EstimateSession
+    tolerance = 1.0
+
+    def __init__(self, session: EstimateSession) -> None:
+        super().__init__(session)
+        if session.selector.finish == "published":
+            # Kernels send at least one entry.
+            self.form = None
+
+    def usual_entries(self, slots: Sequence[Slot]) -> list[int]:
+        return [self.session.selector.rows(slot).keep for slot in slots]
+
+    def goals(self, table: RowTable) -> list[Goal]:
+        all_rows = map(target_rows, table.rows)
+        return [Goal(rows.fewest, rows.target, exact=False) for rows in all_rows]
+
+    def estimate(self, look: Look, table: RowTable) -> Tensor:
+        """[slots]: for kernels, the thresholds of a table's slots."""
+        return unless_everything(self.session.selector.estimate(look), table)
+
+
+def target_rows(rows: SlotRows) -> TargetRows:
+    assert isinstance(rows, TargetRows)
+    return rows
+
+
+def targets_of(table: RowTable, device: torch.device) -> Targets:
+    """What the slots of a table want, made once."""
+    pairs = ((rows.length, target_rows(rows).target) for rows in table.rows)
+    return remembered(table, ("targets", device), lambda: Targets(list(pairs), device))
+
+
+def unless_everything(thresholds: Tensor, table: RowTable) -> Tensor:
+    """All of a tensor is all of it, whatever an estimate says."""
+    whole = [target_rows(rows).target == rows.length == rows.keep for rows in table.rows]
+    if not any(whole):
+        return thresholds
+    targets = targets_of(table, thresholds.device)
+    return torch.where(targets.listed("everything", whole), 0.0, thresholds)
 
 
 def finish(magnitude: Tensor, threshold: Tensor, rows: TargetRows) -> tuple[Tensor, Tensor]:

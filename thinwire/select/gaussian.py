@@ -11,6 +11,8 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from thinwire.kernels.looks import Look
+from thinwire.select.base import ABOVE_ESTIMATES
 from thinwire.select.finish import ThresholdSelector
 
 # Thresholds tried; the last one is used as it is.
@@ -25,17 +27,24 @@ class GaussianThreshold(ThresholdSelector):
     The published form adds the signed mean to a threshold on magnitudes, which is harmless only near mean 0.
     """
 
-    def estimate(self, x: Tensor, magnitude: Tensor, target: int) -> Tensor:
-        if x.numel() < 2:
-            return magnitude.new_zeros(())
-        mean = x.mean() if self.finish == "published" else x.mean().abs()
-        z = NormalDist().inv_cdf(1 - target / x.numel() / 2)
-        threshold = mean + z * x.std()
+    form = ABOVE_ESTIMATES
+
+    def estimate(self, look: Look) -> Tensor:
+        everything, targets, n = look.tail(), look.targets, look.targets.lengths
+        mean = everything.signed / n
+        others = targets.numbers("n - 1", lambda length, _: float(max(1, length - 1)))
+        variance = (everything.squares - mean * everything.signed) / others
+        z = targets.numbers("z", lambda length, k: NormalDist().inv_cdf(1 - k / length / 2))
+        few = targets.numbers("few", lambda _, k: -(-2 * k // 3))
+        many = targets.numbers("many", lambda _, k: 4 * k // 3)
+        center = mean if self.finish == "published" else mean.abs()
+        threshold = center + z * variance.clamp(min=0.0).sqrt()
         for _ in range(TURNS - 1):
-            count = (magnitude > threshold).sum()
-            too_few, too_many = 3 * count < 2 * target, 3 * count > 4 * target
-            if magnitude.device.type == "cpu" and not bool(too_few | too_many):
+            count = look.count(threshold)
+            too_few, too_many = count < few, count > many
+            if look.readable and not bool((too_few | too_many).any()):
                 break
-            factor = torch.where(too_few, 0.5, torch.where(too_many, 1.5, 1.0))
-            threshold = threshold * factor.to(threshold.dtype)
+            # 0.5, 1 or 1.5 times as high.
+            turn = torch.add(too_many.double(), too_few, alpha=-1)
+            threshold = torch.addcmul(threshold, turn, threshold, value=0.5)
         return threshold

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.kernels.looks import Look
+from thinwire.select.base import ABOVE_ESTIMATES
 from thinwire.select.finish import ThresholdSelector
 from thinwire.validate import check_bool
 
 # The published search stops when its interval is this short: three probes.
 PUBLISHED_WIDTH = 0.2
-PROBES = 12
+# Of a search that divides its interval by eight.
+ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class RedSyncThreshold(ThresholdSelector):
     the k largest of them (`finish="published"` sends all survivors, as the circulating code does).
     """
 
+    form = ABOVE_ESTIMATES
+
     trimmed: bool = False
     """Trimmed top-k instead of the binary search."""
 
@@ -41,54 +46,52 @@ class RedSyncThreshold(ThresholdSelector):
             return target
         return super().capacity(target)
 
-    def estimate(self, x: Tensor, magnitude: Tensor, target: int) -> Tensor:
-        mean, largest = magnitude.mean(), magnitude.max()
+    def estimate(self, look: Look) -> Tensor:
+        everything = look.tail()
+        mean, largest = everything.total / look.targets.lengths, everything.largest
         if self.trimmed:
-            return self._trim(magnitude, mean, largest, target)
+            return self._trim(look, mean, largest)
         if self.finish == "published":
-            return self._search_as_published(magnitude, mean, largest, target)
-        return self._search(magnitude, mean, largest, target)
+            return self._search_as_published(look, mean, largest)
+        return self._search(look, mean, largest)
 
-    def _trim(self, magnitude: Tensor, mean: Tensor, largest: Tensor, target: int) -> Tensor:
-        threshold = mean
-        found = torch.zeros((), dtype=torch.bool, device=magnitude.device)
-        for tenths in (8, 6, 4, 2):
-            probe = mean + (tenths / 10) * (largest - mean)
-            enough = (magnitude > probe).sum() >= target
-            threshold = torch.where(enough & ~found, probe, threshold)
-            found = found | enough
-            if magnitude.device.type == "cpu" and bool(found):
+    def _trim(self, look: Look, mean: Tensor, largest: Tensor) -> Tensor:
+        shares = look.targets.listed("shares", (0.8, 0.6, 0.4, 0.2, 0.0))
+        probes = mean[:, None] + shares * (largest - mean)[:, None]
+        too_few = look.count(probes[:, :-1]) < look.targets.wanted[:, None]
+        return probes.gather(1, too_few.sum(1, keepdim=True))[:, 0]
+
+    def _search(self, look: Look, mean: Tensor, largest: Tensor) -> Tensor:
+        """Cut the interval of logarithms into eight and go on with the part in which fewer than k survive above and k below.
+
+        Of logarithms: heavy tails put the threshold at a thousandth of the maximum. Eight parts at a time: one look answers for
+        seven thresholds, so that three halvings of the paper's search are one pass.
+        """
+        wanted = look.targets.wanted[:, None]
+        most = look.targets.numbers("most", lambda _, k: self.capacity(k))[:, None]
+        parts = look.targets.listed("parts", [part / 8 for part in range(9)])
+        low, high = mean.log()[:, None], largest.log()[:, None]
+        for _ in range(ROUNDS):
+            edges = low + parts * (high - low)
+            count = look.count(edges[:, 1:-1].exp())
+            enough = count >= wanted
+            above = enough.sum(1, keepdim=True)
+            low, high = edges.gather(1, above), edges.gather(1, above + 1)
+            settled = (enough & (count <= most)).any(1, keepdim=True)
+            if look.readable and bool(settled.all()):
                 break
-        return threshold
+            high = torch.where(settled, low, high)
+        return low[:, 0].exp()
 
-    def _search(self, magnitude: Tensor, mean: Tensor, largest: Tensor, target: int) -> Tensor:
-        """Bisect the logarithm: heavy tails put the threshold at a thousandth of the maximum."""
-        low, high = mean.log(), largest.log()
-        threshold = (0.5 * (low + high)).exp()
-        for _ in range(PROBES):
-            count = (magnitude >= threshold).sum()
-            too_few, too_many = count < target, count > self.capacity(target)
-            if magnitude.device.type == "cpu" and not bool(too_few | too_many):
-                break
-            middle = 0.5 * (low + high)
-            high = torch.where(too_few, middle, high)
-            low = torch.where(too_many, middle, low)
-            settled = ~(too_few | too_many)
-            threshold = torch.where(settled, threshold, (0.5 * (low + high)).exp())
-        return threshold
-
-    def _search_as_published(
-        self, magnitude: Tensor, mean: Tensor, largest: Tensor, target: int
-    ) -> Tensor:
-        low = torch.zeros((), device=magnitude.device)
-        high = torch.ones((), device=magnitude.device)
-        threshold = mean
-        done = torch.zeros((), dtype=torch.bool, device=magnitude.device)
+    def _search_as_published(self, look: Look, mean: Tensor, largest: Tensor) -> Tensor:
+        target = look.targets.wanted
+        low, high = torch.zeros_like(mean), torch.ones_like(mean)
+        threshold, done = mean, torch.zeros_like(mean, dtype=torch.bool)
         width = 1.0
         while width > PUBLISHED_WIDTH:
             q = (low + high) / 2
             threshold = torch.where(done, threshold, mean + q * (largest - mean))
-            count = (magnitude > threshold).sum()
+            count = look.count(threshold)
             done = done | ((target < count) & (count < 2 * target))
             lower = 2 * count < target
             high = torch.where(done | ~lower, high, q)

@@ -13,8 +13,14 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
-from thinwire.layout import Slot, SlotRows, keep_count
-from thinwire.select.finish import EstimateSession, TargetRows, ThresholdSelector
+from thinwire.kernels.looks import TorchLook
+from thinwire.layout import RowTable, Slot, SlotRows, keep_count
+from thinwire.select.finish import (
+    EstimateSession,
+    TargetRows,
+    ThresholdSelector,
+    target_rows,
+)
 from thinwire.select.random import generator_for
 from thinwire.validate import check_bool, check_choice, check_density, check_finite_number
 
@@ -98,7 +104,11 @@ class SampledSession(EstimateSession):
         self._counts.update(zip(names, counts, strict=True))
         return None
 
-    def threshold(self, x: Tensor, magnitude: Tensor, rows: TargetRows) -> Tensor:
+    def thresholds(self, look: TorchLook, table: RowTable) -> Tensor:
+        pairs = zip(look.magnitudes, map(target_rows, table.rows), strict=True)
+        return torch.stack([self.threshold(*pair) for pair in pairs])
+
+    def threshold(self, magnitude: Tensor, rows: TargetRows) -> Tensor:
         density = rows.target / rows.length
         stride = self.selector.stride(rows.length, density)
         sample = self._sample(magnitude, stride, rows.slot.name)

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.select.finish import EstimateSession, TargetRows, ThresholdSelector
+from thinwire.kernels.looks import Look, TorchLook
+from thinwire.layout import RowTable
+from thinwire.select.base import ABOVE_ESTIMATES
+from thinwire.select.finish import EstimateSession, ThresholdSelector
 from thinwire.validate import check_bool, check_choice, check_positive_int
 
 DISTRIBUTIONS = ("exponential", "gamma", "pareto")
@@ -54,45 +57,65 @@ class SIDCoThreshold(ThresholdSelector):
     def session(self) -> EstimateSession:
         return SIDCoSession(self) if self.adapt else EstimateSession(self)
 
-    def estimate(self, x: Tensor, magnitude: Tensor, target: int) -> Tensor:
-        return self.fit(magnitude, target / x.numel(), self.stages)
+    @property
+    def form(self) -> str | None:  # type: ignore[override]
+        """Logarithms and counts that are read back are left to torch."""
+        return None if self.distribution == "gamma" or self.adapt else ABOVE_ESTIMATES
 
-    def fit(self, magnitude: Tensor, density: float, stages: int) -> Tensor:
-        """The threshold after `stages` stages; moments are masked sums, so no shape depends on data."""
-        single = stages == 1 or density >= FIRST_RATIO
-        threshold = self._first(magnitude, density if single else FIRST_RATIO)
-        if single:
-            return threshold
-        ratio = (density / FIRST_RATIO) ** (1 / (stages - 1))
-        for _ in range(stages - 1):
-            above = magnitude > threshold
-            count = above.sum()
-            start = torch.where(above, magnitude, torch.inf).min()
-            excess = torch.where(above, magnitude - start, 0.0)
-            mean = excess.sum() / count
-            variance = torch.where(above, (excess - mean) ** 2, 0.0).sum() / (count - 1)
+    def estimate(self, look: Look) -> Tensor:
+        return self.fit(look, [self.stages] * len(look.targets.pairs))
+
+    def fit(self, look: Look, stages: Sequence[int]) -> Tensor:
+        """The threshold of each slot after so many `stages`, float64 [slots]."""
+        targets, plan = look.targets, tuple(stages)
+        # Stages behind the first of slots that want less than its ratio.
+        more = [
+            one - 1 if wanted / length < FIRST_RATIO else 0
+            for one, (length, wanted) in zip(stages, targets.pairs, strict=True)
+        ]
+        ratios = [
+            ratios_of(wanted / length, one)
+            for one, (length, wanted) in zip(more, targets.pairs, strict=True)
+        ]
+        first = targets.listed(("first", plan), [one for one, _ in ratios])
+        further = targets.listed(("further", plan), [one for _, one in ratios])
+        threshold = self._first(look, first)
+        for stage in range(max(more)):
+            tail = look.tail(threshold)
+            mean = tail.total / tail.count
+            excess = mean - tail.smallest
+            variance = (tail.squares - mean * tail.total) / (tail.count - 1)
             if self.distribution == "exponential":
-                step = -mean * math.log(ratio)
+                step = -excess * further.log()
             else:
-                step = pareto_quantile(mean, variance, ratio)
+                step = pareto_quantile(excess, variance, further)
             # With nothing above it, or all of it equal, there is nothing to fit.
-            usable = (count > 1) & (mean > 0) & step.isfinite()
-            threshold = torch.where(usable, start + step, threshold)
+            usable = (tail.count > 1) & (excess > 0) & step.isfinite()
+            if min(more) <= stage:
+                usable = usable & targets.listed((stage, plan), [stage < one for one in more])
+            threshold = torch.where(usable, tail.smallest + step, threshold)
         return threshold
 
-    def _first(self, magnitude: Tensor, ratio: float) -> Tensor:
-        mean = magnitude.mean()
+    def _first(self, look: Look, ratio: Tensor) -> Tensor:
+        everything, n = look.tail(), look.targets.lengths
+        mean = everything.total / n
         match self.distribution:
             case "exponential":
-                return -mean * math.log(ratio)
+                return -mean * ratio.log()
             case "pareto":
-                variance = ((magnitude - mean) ** 2).sum() / max(1, magnitude.numel() - 1)
+                variance = (everything.squares - mean * everything.total) / (n - 1).clamp(min=1)
                 return pareto_quantile(mean, variance, ratio)
             case _:
-                return gamma_quantile(magnitude, mean, ratio)
+                assert isinstance(look, TorchLook)
+                return gamma_quantiles(look, mean, ratio)
 
 
-def pareto_quantile(mean: Tensor, variance: Tensor, ratio: float) -> Tensor:
+def ratios_of(density: float, further: int) -> tuple[float, float]:
+    """(of the first stage, of each of the `further` ones)."""
+    return (FIRST_RATIO, (density / FIRST_RATIO) ** (1 / further)) if further else (density, 1.0)
+
+
+def pareto_quantile(mean: Tensor, variance: Tensor, ratio: Tensor) -> Tensor:
     """The value exceeded with probability `ratio` under the generalised Pareto law with these moments.
 
     Near shape 0 the law is exponential, and the closed form 0 / 0.
@@ -102,25 +125,31 @@ def pareto_quantile(mean: Tensor, variance: Tensor, ratio: float) -> Tensor:
     shape = (q - 1) / 2
     flat = shape.abs() < 1e-4
     safe = torch.where(flat, 1.0, shape)
-    return scale * torch.where(flat, -math.log(ratio), (1 - ratio**safe) / safe)
+    return scale * torch.where(flat, -ratio.log(), (1 - ratio**safe) / safe)
 
 
-def gamma_quantile(magnitude: Tensor, mean: Tensor, ratio: float) -> Tensor:
-    """The value exceeded with probability `ratio` under the gamma law, shape by Minka's closed estimate."""
-    # Of the gradient at length 1, so that what keeps the logarithm of an exact zero finite is small beside it. Any smaller
-    # number would let the zeros of a ReLU decide the fit.
-    length = magnitude.norm().clamp(min=torch.finfo(magnitude.dtype).tiny)
-    s = (mean / length + LOG_FLOOR).log() - (magnitude / length + LOG_FLOOR).log().mean()
-    shape = ((3 - s + ((s - 3) ** 2 + 24 * s).sqrt()) / (12 * s)).double()
+def gamma_quantiles(look: TorchLook, mean: Tensor, ratio: Tensor) -> Tensor:
+    """The values exceeded with probability `ratio` under the gamma law, shape by Minka's closed estimate."""
+    shape = torch.stack([gamma_shape(sizes) for sizes in look.magnitudes]).double()
     low = torch.zeros_like(shape)
     # Chernoff: no gamma quantile at `ratio` lies beyond this.
-    high = 2 * (shape + 2 * math.log(1 / ratio) + 1)
+    high = 2 * (shape - 2 * ratio.log() + 1)
     for _ in range(QUANTILE_STEPS):
         middle = (low + high) / 2
         too_low = torch.special.gammaincc(shape, middle) > ratio
         low = torch.where(too_low, middle, low)
         high = torch.where(too_low, high, middle)
-    return (mean.double() / shape * high).to(magnitude.dtype)
+    return mean / shape * high
+
+
+def gamma_shape(magnitude: Tensor) -> Tensor:
+    # Of the gradient at length 1, so that what keeps the logarithm of an exact zero finite is small beside it. Any smaller
+    # number would let the zeros of a ReLU decide the fit.
+    length = magnitude.norm().clamp(min=torch.finfo(magnitude.dtype).tiny)
+    s = (magnitude.mean() / length + LOG_FLOOR).log() - (
+        magnitude / length + LOG_FLOOR
+    ).log().mean()
+    return (3 - s + ((s - 3) ** 2 + 24 * s).sqrt()) / (12 * s)
 
 
 @dataclass
@@ -147,18 +176,24 @@ class SIDCoSession(EstimateSession):
         super().__init__(selector)
         self._known: dict[str, Stages] = {}
 
-    def threshold(self, x: Tensor, magnitude: Tensor, rows: TargetRows) -> Tensor:
-        density = rows.target / rows.length
-        known = self._known.setdefault(rows.slot.name, Stages(self.selector.stages))
-        threshold = self.selector.fit(magnitude, density, known.stages)
+    def thresholds(self, look: TorchLook, table: RowTable) -> Tensor:
+        names = [rows.slot.name for rows in table.rows]
+        known = [self._known.setdefault(name, Stages(self.selector.stages)) for name in names]
+        thresholds = self.selector.fit(look, [one.stages for one in known])
         if self.journal is not None:
-            before = partial(self._known.__setitem__, rows.slot.name, replace(known))
-            self.journal.note_action(before)
-        known.ratios += float((magnitude >= threshold).sum()) / rows.target
-        known.calls += 1
-        if known.calls == ADAPT_EVERY:
-            self._adapt(known, math.ceil(math.log2(1 / density)))
-        return threshold
+            for name, one in zip(names, known, strict=True):
+                self.journal.note_action(partial(self._known.__setitem__, name, replace(one)))
+        rounded = thresholds.to(look.pieces[0].dtype)
+        # Down by a bit, since those count that reach it.
+        limits = torch.nextafter(rounded, torch.full_like(rounded, -torch.inf))
+        for one, (length, wanted), count in zip(
+            known, look.targets.pairs, look.count(limits).tolist(), strict=True
+        ):
+            one.ratios += count / wanted
+            one.calls += 1
+            if one.calls == ADAPT_EVERY:
+                self._adapt(one, math.ceil(math.log2(length / wanted)))
+        return thresholds
 
     def _adapt(self, known: Stages, most: int) -> None:
         r = known.ratios / known.calls

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
-from thinwire.kernels.cuda.fused_threshold import Goal
-from thinwire.layout import RowTable, Slot, SlotRows, keep_count
+from thinwire.kernels.looks import Look
+from thinwire.layout import Slot, SlotRows, keep_count
 from thinwire.select.base import ABOVE_THRESHOLDS, Turn
-from thinwire.select.finish import EstimateSession, TargetRows, ThresholdSelector
-from thinwire.select.threshold_reused import ThresholdTurn
+from thinwire.select.finish import EstimateSession, EstimateTurn, TargetRows, ThresholdSelector
 from thinwire.validate import check_finite_number
 
 
@@ -39,8 +39,8 @@ class FixedThreshold(ThresholdSelector):
         fewest = 0 if self.finish == "published" else 1
         return TargetRows(slot, (), (), slot.numel, 1, keep, "whole tensor", 1, fewest, keep)
 
-    def estimate(self, x: Tensor, magnitude: Tensor, target: int) -> Tensor:
-        return magnitude.new_full((), self.threshold)
+    def estimate(self, look: Look) -> Tensor:
+        return torch.full_like(look.targets.lengths, self.threshold)
 
     def session(self) -> FixedSession:
         return FixedSession(self)
@@ -53,28 +53,12 @@ class FixedSession(EstimateSession):
         return FixedTurn(self)
 
 
-class FixedTurn(ThresholdTurn):
-    """Thresholds that never change; nothing is learned."""
-
-    session: FixedSession
-    tolerance = 1.0
+class FixedTurn(EstimateTurn):
+    """Thresholds that never change."""
 
     def __init__(self, session: FixedSession) -> None:
         super().__init__(session)
         self.first_threshold = session.selector.threshold
-        if session.selector.finish == "published":
-            # Kernels send at least one entry.
-            self.form = None
-
-    def usual_entries(self, slots: Sequence[Slot]) -> list[int]:
-        return [self.session.selector.rows(slot).keep for slot in slots]
-
-    def goals(self, table: RowTable) -> list[Goal]:
-        goals = []
-        for rows in table.rows:
-            assert isinstance(rows, TargetRows)
-            goals.append(Goal(rows.fewest, rows.target, exact=False))
-        return goals
 
 
 def check_threshold(field: str, value: float) -> None:

@@ -96,6 +96,14 @@ static __device__ __forceinline__ int warp_max(int x) {
 #endif
 }
 
+// What the lane has whose number differs in the bit `step`.
+static __device__ __forceinline__ double shuffle_double(double x, int step) {
+    const i64 bits = __double_as_longlong(x);
+    const u32 low = (u32)__shfl_xor_sync(EVERY_LANE, (int)bits, step);
+    const u32 high = (u32)__shfl_xor_sync(EVERY_LANE, (int)(bits >> 32), step);
+    return __longlong_as_double((i64)(((unsigned long long)high << 32) | low));
+}
+
 static __device__ __forceinline__ int lanes_before(u32 ballot, int lane) {
     return __popc(ballot & ((1u << lane) - 1));
 }

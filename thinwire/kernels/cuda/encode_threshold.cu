@@ -11,10 +11,12 @@
 //  b. rebound    A threshold that as many reach as are wanted, and few more.
 //  c. recollect  As 1, from memory.
 //  d. decide     As 2. A slot that still has too many (most of its elements are equal) is searched in memory, by one block.
-// Reference: ThresholdSession.pick_slot in thinwire/select/threshold_reused.py.
+// Where thresholds are estimated from c, measure.cu writes c to memory first, and collect_held takes the place of 1.
+// Reference: ThresholdSession.pick_slot in thinwire/select/threshold_reused.py, finish_in_capacity in thinwire/select/finish.py.
 
 #include "collect_chunk.cuh"
 #include "place_chunks.cuh"
+#include "slot_state.cuh"
 
 // Of the last threshold; the list of a slot that selects exactly has all above it.
 #define GUESS 0.9f
@@ -29,22 +31,6 @@ struct SlotGoal {
     int unused;
 };
 static_assert(LAYOUT_OF_SlotGoal, "fused_threshold.py has another SlotGoal");
-
-#define READY 0
-#define AGAIN 1
-#define SLOW 2
-
-struct SlotState {
-    int first;  // chunk; set by the host, as are the three below
-    int chunks;
-    int list;    // where its candidates begin
-    int room;    // how many fit
-    u32 listed;  // candidates, also those that did not fit
-    int way;     // one of the three above
-    int wanted;
-    int low;  // pattern of the smallest that is sent, or EVERY; while going round again, of the threshold
-};
-static_assert(LAYOUT_OF_SlotState, "fused_threshold.py has another SlotState");
 
 // -- candidates -------------------------------------------------------------------------------------------------------
 
@@ -107,28 +93,46 @@ extern "C" __global__ __launch_bounds__(BINS) void rebound(SlotState* slots, con
     }
 }
 
+// As `collect`, from memory: what reaches the pattern `cut`.
+static __device__ __forceinline__ void collect_from_memory(
+    const float* memory, u8* payload, const Chunk& chunk, SlotState& slot, Section& section, const Lists& lists, int cut,
+    CollectShared& shared) {
+    const int lane = threadIdx.x & 31, part = threadIdx.x / 32 * WARP_PART, left = chunk.count - part;
+    const float* held = memory + chunk.memory + part;
+    float c[PER_LANE];
+    u32 mask = 0;
+    if (left > 0) {
+#pragma unroll
+        for (int e = 0; e < PER_LANE; ++e) c[e] = held[min(place_of<false>(e, lane), left - 1)];
+        mask = find_candidates<false>(c, left, cut);
+    }
+    list_candidates<false>(
+        c, mask, false, false, payload, chunk, slot, section, lists, shared, [](const u16*, int, int) {});
+}
+
+// In place of `collect` where measure.cu has written c to memory, to find thresholds.
+extern "C" __global__ __launch_bounds__(CHUNK_THREADS, COLLECT_BLOCKS) void collect_held(
+    const float* memory, u8* payload, const Chunk* chunks, const float* thresholds, SlotState* slots, Section* sections,
+    float* list_values, u16* list_places) {
+    __shared__ CollectShared shared;
+    const Chunk chunk = chunks[blockIdx.x];
+    const float limit = thresholds[chunk.slot];
+    // Everything reaches what is not above 0, nothing what is not a number.
+    const int cut = limit <= 0.0f ? 0 : __float_as_int(limit);
+    collect_from_memory(
+        memory, payload, chunk, slots[chunk.slot], sections[blockIdx.x], {list_values, list_places}, cut, shared);
+}
+
 extern "C" __global__ __launch_bounds__(CHUNK_THREADS) void recollect(
     const float* memory, u8* payload, const Chunk* chunks, SlotState* slots, Section* sections, float* list_values,
     u16* list_places, const int* flag, int count) {
     if (*flag == 0) return;
     __shared__ CollectShared shared;
-    const int lane = threadIdx.x & 31, part = threadIdx.x / 32 * WARP_PART;
     for (int number = blockIdx.x; number < count; number += gridDim.x) {
         const Chunk chunk = chunks[number];
         SlotState& slot = slots[chunk.slot];
         if (slot.way != AGAIN) continue;
-        const int left = chunk.count - part;
-        const float* held = memory + chunk.memory + part;
-        float c[PER_LANE];
-        u32 mask = 0;
-        if (left > 0) {
-#pragma unroll
-            for (int e = 0; e < PER_LANE; ++e) c[e] = held[min(place_of<false>(e, lane), left - 1)];
-            mask = find_candidates<false>(c, left, slot.low);
-        }
-        list_candidates<false>(
-            c, mask, false, false, payload, chunk, slot, sections[number], {list_values, list_places}, shared,
-            [](const u16*, int, int) {});
+        collect_from_memory(memory, payload, chunk, slot, sections[number], {list_values, list_places}, slot.low, shared);
         __syncthreads();
     }
 }

@@ -157,8 +157,8 @@ class FusedThreshold(PreparedKernels):
             found = [t.list_values, t.histograms, t.thresholds, t.tolerance, t.flag, again]
             return launch("decide", slots, BINS, [*known, *found])
 
-        collected = [BUCKET, BEFORE, MEMORY, PAYLOAD, goals, t.chunks, t.thresholds, RATIO]
-        yield launch("collect", count, CHUNK_THREADS, [*collected, t.slots, t.sections, *lists])
+        name, args = self._collection()
+        yield launch(name, count, CHUNK_THREADS, [*args, t.slots, t.sections, *lists])
         yield decide(again=0)
         recounted = [MEMORY, t.chunks, t.slots, t.histograms, t.flag, count]
         yield launch("recount", few, CHUNK_THREADS, recounted)
@@ -168,6 +168,12 @@ class FusedThreshold(PreparedKernels):
         yield decide(again=1)
         sent = [MEMORY, PAYLOAD, goals, t.chunks, t.slots, t.sections, *lists, t.flag, count]
         yield launch("send_lists", -(-count // ROW_WARPS), WARP * ROW_WARPS, sent)
+
+    def _collection(self) -> tuple[str, list[Any]]:
+        """The kernel that lists candidates, and what it reads."""
+        t = self.state
+        read = [BUCKET, BEFORE, MEMORY, PAYLOAD, self.goals, t.chunks, t.thresholds, RATIO]
+        return "collect", read
 
     def _decode_launches(self) -> Iterator[PreparedLaunch]:
         goals, pieces = self.goals, self.state.pieces

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,9 +122,12 @@ class PreparedKernels(ABC):
             "ratio": (self._one if ratio is None else ratio).data_ptr(),
         }
         self._add_momentum(values, momentum)
+        self._start_encoding(values)
+        return sent
+
+    def _start_encoding(self, values: Mapping[str, int]) -> None:
         for launch in self._encode:
             launch.start(values)
-        return sent
 
     def decode(self, gathered: Tensor, out: Tensor, sums: Tensor | None = None) -> None:
         """Write the mean of what all ranks sent to `out` (bucket or group layout). Sets `used`, `unused` and `wrong`.

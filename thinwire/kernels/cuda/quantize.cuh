@@ -31,13 +31,6 @@ static_assert(LAYOUT_OF_MessageForm, "quantize.py has another MessageForm");
 
 // -- sums over a block, in an order that knows nothing of other blocks: neighbours, then neighbouring sums -----------------
 
-static __device__ __forceinline__ double shuffle_double(double x, int step) {
-    const i64 bits = __double_as_longlong(x);
-    const u32 low = (u32)__shfl_xor_sync(EVERY_LANE, (int)bits, step);
-    const u32 high = (u32)__shfl_xor_sync(EVERY_LANE, (int)(bits >> 32), step);
-    return __longlong_as_double((i64)(((unsigned long long)high << 32) | low));
-}
-
 static __device__ __forceinline__ double sum_block(const double (&values)[EACH]) {
     double sums[EACH];
 #pragma unroll

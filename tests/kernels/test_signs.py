@@ -1,0 +1,63 @@
+"""The kernels of a majority vote, run on the CPU, give the bits of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.contracts.cluster import Cluster
+from tests.kernels.cpu_compiler import needs_compiler
+
+pytestmark = needs_compiler
+SHAPES = {"long": (40, 251), "odd": (3, 431), "last": (2, 650)}
+
+
+def rounded(cluster, count):
+    """Many zeros, and ties between ranks."""
+    made = cluster.random(count)
+    return [{name: g.round() for name, g in one.items()} for one in made]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_scaled_signs_are_the_same_with_and_without_kernels(kernels, launched, world):
+    """In a step without gradients for one slot, in one with a gradient that is not finite, and in one that is discarded."""
+    results = []
+    for on in (True, False):
+        kernels(on)
+        cluster = Cluster(world, tw.SignSGD(memory=tw.memory.Residual()), shapes=SHAPES)
+        seen = []
+        for count in range(5):
+            gradients = cluster.random(count)
+            for one in gradients:
+                one["odd"].mul_(float(count != 1))
+            gradients[-1]["long"].view(-1)[7] += torch.inf if count == 2 else 0.0
+            seen.append(cluster.step(gradients))
+            seen.append([cluster.residuals(rank) for rank in range(world)])
+            if count == 3:
+                for reducer in cluster.reducers:
+                    reducer.settle(discard=True)
+                seen.append([cluster.residuals(rank) for rank in range(world)])
+        results.append(seen)
+    assert "add_signs" in launched
+    for mine, other in zip(*results, strict=True):
+        for rank in range(world):
+            for name in SHAPES:
+                left, right = mine[rank][name], other[rank][name]
+                assert torch.equal(left.nan_to_num(nan=7e7), right.nan_to_num(nan=7e7))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("abstain", [True, False])
+def test_votes_are_the_same_with_and_without_kernels(kernels, launched, abstain, world):
+    results = []
+    for on in (True, False):
+        kernels(on)
+        cluster = Cluster(world, tw.SignSGD(abstain=abstain), shapes=SHAPES)
+        results.append([cluster.step(rounded(cluster, count)) for count in range(3)])
+    assert ("count_votes" in launched) == (world > 1)
+    for mine, other in zip(*results, strict=True):
+        for rank in range(world):
+            for name in SHAPES:
+                assert torch.equal(mine[rank][name], other[rank][name])
+                assert torch.equal(mine[rank][name].signbit(), other[rank][name].signbit())
