@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from learning.adam_report import make_table as make_adam_table
 from learning.report import committed_table
 
 from thinwire.bench.rows import OK, Row, read_rows
@@ -157,7 +158,13 @@ def lowrank_table() -> str:
     return "\n".join(table) + "\n"
 
 
+def adam_table() -> str:
+    """Loss with AdamW and bits, a method a line."""
+    return make_adam_table(json.loads((ROOT / "benchmarks/results/adam/rows.json").read_text()))
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "adam": adam_table,
     "lowrank": lowrank_table,
     "step": step_table,
     "step-short": lambda: step_table(SHORT),
