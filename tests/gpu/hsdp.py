@@ -9,10 +9,15 @@ replicas    the ranks that hold the same shards hold the same bits after every s
 aliasing    what is sent whole is what plain training has, over many layers whose buffers could be reused too early, while
             a slow kernel holds thinwire's streams back
 host waits  under `torch.cuda.set_sync_debug_mode("error")` steps do not make the host wait
+accelerate  what Accelerate shards by FSDP2 keeps its replicas, and goes on from a saved state as if nothing had happened
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,10 +149,65 @@ def check_host_waits(seat: Seat, name: str) -> str:
     return f"{STEPS} steps after {WARMUP}"
 
 
+@functools.cache
+def make_accelerator(replicas: int) -> Any:
+    """Made once per process: Accelerate keeps its state for good."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
+
+    # All ranks share a GPU, and Accelerate takes the one of this number.
+    os.environ["LOCAL_RANK"] = "0"
+    return Accelerator(
+        parallelism_config=ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=2),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+    )
+
+
+def check_accelerate(seat: Seat, name: str) -> str:
+    if seat.device.type != "cuda":
+        raise Skip("Accelerate shards models on accelerators only")
+    try:
+        accelerator = make_accelerator(seat.world // 2)
+    except ImportError as error:
+        raise Skip(f"Accelerate is not installed: {error}") from None
+    from thinwire.integrations.accelerate import compress
+
+    data = make_data(seat, 2 * STEPS)
+    folder = Path(tempfile.gettempdir(), f"thinwire-accelerate-{name}")
+    found = []
+    for saved in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
+        model = nn.Sequential(*layers, nn.Linear(WIDTH, 10))
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        )
+        handle = compress(accelerator, model, make_method(name), optimizer=optimizer)
+        if saved:
+            accelerator.load_state(str(folder))
+        for number, batch in enumerate(data[STEPS:] if saved else data):
+            if not saved and number == STEPS:
+                accelerator.save_state(str(folder), safe_serialization=False)
+            optimizer.zero_grad()
+            accelerator.backward(nn.functional.cross_entropy(model(batch[0]), batch[1]))
+            optimizer.step()
+        handle.close()
+        found.append(weights(model).clone())
+        accelerator.free_memory()
+    group = accelerator.torch_device_mesh["dp_replicate"].get_group()
+    others = [torch.empty_like(found[0]) for _ in range(group.size())]
+    dist.all_gather(others, found[0], group=group)
+    assert all(torch.equal(found[0], other) for other in others)
+    difference = float((found[0] - found[1]).abs().max())
+    assert difference <= 1e-6, difference
+    return f"resumed, differs by {difference:g}"
+
+
 CHECKS: dict[str, Check] = {
     "replicas": check_replicas,
     "aliasing": check_aliasing,
     "host waits": check_host_waits,
+    "accelerate": check_accelerate,
 }
 
 if __name__ == "__main__":
