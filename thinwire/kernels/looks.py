@@ -163,7 +163,7 @@ class TorchTail:
 
     @cached_property
     def squares(self) -> Tensor:
-        return torch.stack([(wide * wide).sum() for wide in self._wide])
+        return torch.stack([torch.dot(wide, wide) for wide in self._wide])
 
     @cached_property
     def signed(self) -> Tensor:
