@@ -19,7 +19,9 @@ BLOCKS_PER_OWNER = 256
 
 
 class HashedRegions:
-    """Every slot's blocks spread over the owners; an owner's blocks lie side by side, slot after slot.
+    """Every slot's blocks spread over the owners; an owner's blocks lie side by side, slot after slot, in the order of the slot.
+
+    So indices in a region rise with positions, and what is selected in rising order arrives in rising order.
 
     A position's owner and its place in the owner's region come from one table of n/64 numbers. The order of the
     blocks is a random permutation and not `block mod world`: with rows of 768 = 12 x 64 elements the columns of a
@@ -32,9 +34,9 @@ class HashedRegions:
         owners, turns, bases, begins, edges = [], [], [0], [0], [0]
         for rows, shift in zip(table.rows, shifts, strict=True):
             blocks = -(-rows.slot.numel >> shift)
-            turn = deal_blocks(rows.slot.name, blocks)
-            owners.append((turn + zlib.crc32(rows.slot.name.encode())) % world)
-            turns.append(turn // world)
+            deal = deal_blocks(rows.slot.name, blocks)
+            owners.append((deal + zlib.crc32(rows.slot.name.encode())) % world)
+            turns.append(count_before(owners[-1], world))
             bases.append(bases[-1] + blocks)
             begins.append(begins[-1] + -(-blocks // world))
             edges.append(edges[-1] + (-(-blocks // world) << shift))
@@ -92,3 +94,11 @@ def deal_blocks(name: str, blocks: int) -> Tensor:
     """The turn at which each block of a slot is dealt out."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randperm(blocks, generator=generator)
+
+
+def count_before(owners: Tensor, world: int) -> Tensor:
+    """By block: how many of the same owner come before it."""
+    of_owner, order = owners.sort(stable=True)
+    counts = owners.bincount(minlength=world)
+    before = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[of_owner]
+    return torch.empty_like(before).scatter_(0, order, before)

@@ -59,11 +59,11 @@ class SplitReduce(Exchange):
 
     1. Select locally.
     2. Send each entry to the owner of its place, at most `capacity` x k/P per slot and owner, largest first; the rest
-       stays in memory.
+       stays in memory. A message is in the order of the entries.
     3. Owners add what arrived, in rank order.
-    4. Each owner's `capacity` x k/P largest sums of every slot are gathered. The places were there for the winners anyway;
-       that all are filled saves the rounds in which owners would have to agree on a threshold.
-    5. The k largest of each slot's gathered sums win, on every rank alike.
+    4. Each owner's `capacity` x k/P largest sums of every slot are gathered, ties to the lowest index, by rising index. The places
+       were there for the winners anyway; that all are filled saves the rounds in which owners would have to agree on a threshold.
+    5. The k largest of each slot's gathered sums win, on every rank alike, ties to the lowest owner, then to the lowest index.
     6. What was sent and did not win returns to memory.
 
     `contribution="full"`: owners keep the k/P largest sums each, only the winners' places are gathered, and every rank's whole
@@ -178,7 +178,7 @@ class SplitStep:
     ) -> Program[tuple[Tensor, Tensor, Tensor]]:
         """(mean of the winners, mask of their positions, whether one is not finite); an owner banks what rounding its sums lost."""
         places = self.places
-        fit = largest_sums(sums, indices, places, places)
+        fit = largest_sums(sums, indices, places)
         # Empty places read the dump, which is zero.
         exact = sums[fit.long() + 1]
         rounded = to_wire(exact, self.wire)
@@ -238,7 +238,7 @@ class SplitStep:
     def contribute(self, sums: Tensor, indices: Tensor, used: Tensor) -> Program[Outcome]:
         """Gather all owners' winners; every rank's whole compensated gradient there is added."""
         places, shares = self.shares()
-        fit = largest_sums(sums, indices, self.places, places)
+        fit = largest_sums(sums, indices, places)
         fit = torch.where(places.turns < (used * shares)[places.slots], fit, NO_ENTRY)
         empty = (fit < 0).sum() * INDEX_BYTES
         (gathered,) = yield (Gather(fit, f"{self.phase}/places", padding_bytes=empty),)
