@@ -33,6 +33,7 @@ from thinwire.kernels.cuda.prepared import payload_defines
 from thinwire.kernels.cuda.quantize import quantize_defines
 from thinwire.kernels.cuda.register_rows import SHORT_ROWS, RegisterRows, shape_bit
 from thinwire.kernels.cuda.source import SOURCES, Defines, source_of
+from thinwire.kernels.cuda.split import split_defines
 from thinwire.kernels.cuda.structs import Row, declare, i32, i64, layout_of
 from thinwire.kernels.cuda.toolchain import use_toolchain
 from thinwire.lowrank.cuda.kernels import FILES, Kernels
@@ -119,6 +120,8 @@ CASES: dict[str, Case] = {
         "quantize.cu",
         quantize_defines(4, 128, torch.float32, stochastic=True, keeps=False),
     ),
+    "split": ("split.cu", split_defines(torch.float32)),
+    "split, bf16": ("split.cu", split_defines(torch.bfloat16)),
     "bf16 memory": ("pack.cu", pack_defines(torch.bfloat16)),
     "int8 memory": ("pack.cu", pack_defines(torch.int8)),
 }

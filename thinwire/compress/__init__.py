@@ -4,9 +4,11 @@ from thinwire.compress.backends import Backend, SparseTask, forget_backend, regi
 from thinwire.compress.base import Compressor, GroupPlan, GroupStep, Opened, Route, Terms
 from thinwire.compress.kernel_routes import THRESHOLD_KERNELS, TOP_K_KERNELS
 from thinwire.compress.picked_routes import PICKING_KERNELS
+from thinwire.compress.split_routes import SPLIT_KERNELS
 
 __all__ = [
     "PICKING_KERNELS",
+    "SPLIT_KERNELS",
     "THRESHOLD_KERNELS",
     "TOP_K_KERNELS",
     "Backend",

@@ -155,7 +155,9 @@ def largest_sums(sums: Tensor, indices: Tensor, back: Places) -> Tensor:
     slot = torch.bucketize(found, edges[1:], right=True)
     chosen, inside = largest_by_slot(sums[found.long() + 1], new, slot, back.slots, back.turns)
     # Indices rise with their slots. What is empty comes behind its slot's last index and before the next slot's first.
-    keys = torch.where(inside, 2 * found[chosen].long(), 2 * edges[back.slots + 1] - 1).sort().values
+    keys = (
+        torch.where(inside, 2 * found[chosen].long(), 2 * edges[back.slots + 1] - 1).sort().values
+    )
     return torch.where(keys % 2 == 0, keys // 2, NO_ENTRY).to(INDEX_DTYPE)
 
 

@@ -49,37 +49,37 @@ class HashedRegions:
         offsets = [rows.slot.offset for rows in table.rows]
         masks = [(1 << shift) - 1 for shift in shifts]
         numbers = torch.tensor([offsets, bases[:-1], begins[:-1], edges[:-1], shifts, masks])
-        self._by_slot = numbers.to(device)
+        self.by_slot = numbers.to(device)
         """[6, slots]: where the slot begins in the group, among all blocks, among a region's blocks and in a region;
         log2 of its block size, and that as a mask."""
         counts = torch.tensor(bases).diff()
         slots = torch.arange(len(table.rows)).repeat_interleave(counts)
         begin, base, first, edge, shift, _ = numbers[:, slots]
         owner, turn = torch.cat(owners), torch.cat(turns)
-        self._boxes = (owner * len(table.rows) + slots).to(device)
-        self._firsts = (edge + (turn << shift)).to(device)
+        self.boxes = (owner * len(table.rows) + slots).to(device)
+        self.firsts = (edge + (turn << shift)).to(device)
         """Where each block begins in its owner's region."""
         starts = torch.zeros(world, self.blocks, dtype=torch.int64)
         starts[owner, first + turn] = begin + (torch.arange(bases[-1]) - base << shift)
-        self._starts = starts.view(-1).to(device)
+        self.starts = starts.view(-1).to(device)
         """By owner and block of its region: the flat position where it begins."""
 
     def locate(self, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """(owner x number of slots + slot, index in the owner's region) of flat positions in the given slots."""
-        begin, base, _, _, shift, mask = self._by_slot.index_select(1, slots)
+        begin, base, _, _, shift, mask = self.by_slot.index_select(1, slots)
         inside = positions - begin
         block = (inside >> shift) + base
-        return self._boxes[block], self._firsts[block] + (inside & mask)
+        return self.boxes[block], self.firsts[block] + (inside & mask)
 
     def lookup(self, slots: Tensor) -> Tensor:
         """What `positions` has to know of the slots of some indices; worth keeping where these are always the same."""
-        return self._by_slot[2:].index_select(1, slots)
+        return self.by_slot[2:].index_select(1, slots)
 
     def positions(self, owner: Tensor, index: Tensor, lookup: Tensor) -> Tensor:
         """Flat positions of indices in an owner's region; the inverse of `locate`."""
         first, edge, shift, mask = lookup
         local = index - edge
-        return self._starts[(local >> shift) + (owner * self.blocks + first)] + (local & mask)
+        return self.starts[(local >> shift) + (owner * self.blocks + first)] + (local & mask)
 
 
 def block_bits(numel: int, world: int) -> int:
