@@ -180,6 +180,17 @@ def test_a_damaged_message_marks_the_step_at_every_rank(kernels, wrong_index):
     assert bool(values.isnan().any())
 
 
+def test_small_dense_tensors_travel_with_the_sums(kernels):
+    for on in (True, False):
+        kernels(on)
+        shapes = {"weight": (300, 257), "bias": (17,)}
+        cluster = Cluster(3, oktopk(), shapes=shapes)
+        cluster.step(cluster.random(0))
+        rows = cluster.ranks.drivers[0].ledger.rows()
+        kinds = [kind for _, kind in rows]
+        assert kinds == ["all_to_all", "all_gather"]
+
+
 def test_launches(launched):
     cluster = Cluster(3, oktopk(), shapes=SHAPES)
     cluster.step(cluster.random(0))

@@ -42,6 +42,11 @@ class SparseTask:
     mean_gradient: MeanGradient
     """How the memory's divisor is refreshed in these modes, if it is."""
 
+    def gathered(self) -> tuple[float, int]:
+        """What the exchange says of a gathering that others can share."""
+        codec, world = self.codec, self.terms.place.world
+        return self.exchange.gathered(codec.table, codec.values.bits, world)
+
 
 @dataclass(frozen=True)
 class Backend:

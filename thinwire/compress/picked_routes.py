@@ -37,6 +37,7 @@ class PickedRoute(Route):
     def __init__(self, task: SparseTask) -> None:
         super().__init__(task.group, task.slot_bytes, task.entries)
         self.task = task
+        self.gathered_bytes, self.gathered_after = task.gathered()
         # Exact values: the exchange rounds what it sends.
         self.codec = Codec(task.codec.table, VALUE_CODES["fp32"], INDEX_CODES["int32"])
 

@@ -115,6 +115,11 @@ class Exchange(Formed, ABC):
         """The part of a parameter of which this rank holds back what is not sent; `rows` are its usual rows."""
         return Shard(rows.slot.shape)
 
+    def gathered(self, table: RowTable, value_bits: float, world: int) -> tuple[float, int]:
+        """(bytes that this rank puts on the wire by a gathering that others can share, rounds of requests before it); 0 bytes if
+        there is none."""
+        return 0.0, 0
+
     def objection(self, selector: Selector) -> str | None:
         """Why this exchange cannot carry that selection, as the end of a sentence; None if it can."""
         return None

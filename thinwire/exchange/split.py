@@ -96,6 +96,12 @@ class SplitReduce(Exchange):
         back = 32 + 2 * value_bits if self.contribution == "full" else split
         return (split + back) * (world - 1) / world
 
+    def gathered(self, table: RowTable, value_bits: float, world: int) -> tuple[float, int]:
+        if self.contribution == "full" or world == 1:
+            return 0.0, 0
+        places = sum(capacity_of(rows.entries, world, self.capacity) for rows in table.rows)
+        return (world - 1) * places * (32 + value_bits) / 8, 1
+
     def run(self, offer: Offer) -> Program[Outcome]:
         if offer.place.world == 1:
             return keep_alone(offer)
