@@ -26,6 +26,7 @@ from thinwire.kernels.cuda import (
 from thinwire.kernels.cuda import rows as streamed_rows
 from thinwire.kernels.cuda.binaries import OPTIONS
 from thinwire.kernels.cuda.bucket import bucket_defines
+from thinwire.kernels.cuda.entries import entries_defines
 from thinwire.kernels.cuda.fused_threshold import DECODE_DEFINES, ENCODE_DEFINES
 from thinwire.kernels.cuda.fused_topk import SETTLE_DEFINES, Correction
 from thinwire.kernels.cuda.pack import pack_defines
@@ -120,6 +121,8 @@ CASES: dict[str, Case] = {
         "quantize.cu",
         quantize_defines(4, 128, torch.float32, stochastic=True, keeps=False),
     ),
+    "entries": ("entries.cu", entries_defines(torch.float32)),
+    "bf16 entries": ("entries.cu", entries_defines(torch.bfloat16)),
     "split": ("split.cu", split_defines(torch.float32)),
     "split, bf16": ("split.cu", split_defines(torch.bfloat16)),
     "bf16 memory": ("pack.cu", pack_defines(torch.bfloat16)),

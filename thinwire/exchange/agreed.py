@@ -19,6 +19,7 @@ from thinwire.exchange.common import (
     NO_ENTRY,
     ask,
     count_by_slot,
+    deliver_mean,
     flags_request,
     keep_alone,
     read_flags,
@@ -26,16 +27,19 @@ from thinwire.exchange.common import (
     to_wire,
     travelling,
     wire_dtype,
-    zero_update,
 )
 from thinwire.exchange.requests import Broadcast, Program, Sum, together
 from thinwire.exchange.sums import sum_by_owners
 from thinwire.select.base import Picks
 
+AGREED_PLACES = "places that all ranks agree on, and the sums there"
+"""The form of exchanges without a state that ask an offer for its account, its flags, its `pick` and its `pick_on`."""
+
 
 class AgreedPlaces(Exchange):
     """1. Agree on places.  2. Add everybody's values there.  3. Every rank clears what it contributed."""
 
+    form = AGREED_PLACES
     sums_on_the_way = True
     offers_all = False
 
@@ -137,11 +141,9 @@ def contribute(offer: Offer, places: Tensor) -> Program[Outcome]:
     total = summed.view(wire.shape).to(account.c.dtype)
     used = used_slots[slots]
     account.give_back(positions.view(-1), torch.where(used, 0.0, sent).view(-1))
-    accepted = torch.where(used & taken, total, 0.0).view(-1)
-    update = zero_update(offer).index_add_(0, positions.view(-1), accepted)
-    non_finite = non_finite | ~accepted.isfinite().all()
+    target = torch.where(used & taken, positions, NO_ENTRY).view(-1)
     counts = count_by_slot(taken.view(-1), slots.view(-1), table)
-    return Outcome(update.mul_(1 / offer.place.world), non_finite, sent=counts)
+    return deliver_mean(offer, target, total.view(-1), non_finite, counts)
 
 
 def in_shares(places: Tensor, world: int) -> Tensor:

@@ -82,6 +82,24 @@ def zero_update(offer: Offer) -> Tensor:
     return torch.zeros(offer.codec.table.numel, dtype=c.dtype, device=c.device)
 
 
+def deliver_mean(
+    offer: Offer, positions: Tensor, sums: Tensor, non_finite: Tensor, sent: Tensor
+) -> Outcome:
+    """The mean of sums over ranks at flat positions, each once; what is outside the group is nowhere. `sent` counts this rank's
+    entries."""
+    sums = sums.to(offer.account.c.dtype)
+    if offer.deliver is not None:
+        update, wrong = offer.deliver(positions, sums)
+        return Outcome(update, non_finite | wrong, sent=sent, delivered=True)
+    numel = offer.codec.table.numel
+    inside = (positions >= 0) & (positions < numel)
+    means = torch.where(inside, sums, 0.0) * (1 / offer.place.world)
+    # One element more than the group: the dump of what is nowhere.
+    update = torch.zeros(numel + 1, dtype=means.dtype, device=means.device)
+    update.scatter_(0, torch.where(inside, positions, numel), means)
+    return Outcome(update[:-1], non_finite | any_non_finite(means), sent=sent)
+
+
 def travelling(empty: Tensor, rank: int) -> Tensor:
     """Padding per destination [world] as the `padding_bytes` of an all-to-all, whose own row stays at home."""
     world = empty.numel()

@@ -18,6 +18,8 @@ from thinwire.exchange.base import Offer
 from thinwire.exchange.common import INDEX_DTYPE, NO_ENTRY, remembered
 from thinwire.exchange.regions import block_bits, deal_blocks
 from thinwire.exchange.requests import Gather, Program
+from thinwire.kernels.cuda.entries import BlockTaker
+from thinwire.kernels.cuda.toolchain import Toolchain, kernels_for
 from thinwire.layout import RowTable, SlotRows
 
 # With fewer rows per part than this, one row more or less would unbalance the parts.
@@ -212,6 +214,8 @@ class BlockSample:
         self._by_slot = torch.stack([firsts, sizes, ends]).to(device)
         """[3, slots]: the first block of a slot's part, the size of its blocks, where the slot ends in the group."""
         by_block = ends.repeat_interleave(counts).to(device)
+        self._blocks = (self.starts, by_block, sizes.repeat_interleave(counts))
+        self._takers: dict[Toolchain, BlockTaker] = {}
         self._alike: list[tuple[Tensor, Tensor, Tensor]] = []
         """Blocks of one size: where they begin, where their slots end, and the places inside a block."""
         for size in sizes.unique().tolist():
@@ -221,6 +225,11 @@ class BlockSample:
 
     def take(self, flat: Tensor) -> Tensor:
         """The elements, block after block; zeros beyond the end of a slot."""
+        toolchain = kernels_for(flat.device) if flat.dtype == torch.float32 else None
+        if toolchain is not None:
+            if toolchain not in self._takers:
+                self._takers[toolchain] = BlockTaker(toolchain, *self._blocks)
+            return self._takers[toolchain].take(flat)
         parts = []
         for starts, ends, inside in self._alike:
             places = starts + inside

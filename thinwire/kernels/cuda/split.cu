@@ -14,6 +14,7 @@
 // undo takes a step back. That is rare: usually it looks at a flag and returns.
 
 #include "split.cuh"
+#include "clear.cuh"
 
 static_assert(CHUNK == BINS, "a thread has an entry");
 #define CHUNK_WARPS (BINS / 32)
@@ -379,23 +380,6 @@ extern "C" __global__ __launch_bounds__(32 * EMIT_WARPS) void split_emit(
 }
 
 // -- everybody ---------------------------------------------------------------------------------------------------------
-
-// Elements of the bucket that one block clears.
-struct Cleared {
-    i64 bucket;
-    int count;
-    int unused;
-};
-static_assert(LAYOUT_OF_Cleared, "split.py has another Cleared");
-
-static __device__ __forceinline__ void clear(float* to, int count) {
-    const int missing = min((int)((16 - (reinterpret_cast<unsigned long long>(to) & 15)) / 4 & 3), count), quads = (count - missing) / 4;
-    const int thread = threadIdx.x, tail = missing + 4 * quads;
-    if (thread < missing) to[thread] = 0.0f;
-    float4* quad = reinterpret_cast<float4*>(to + missing);
-    for (int i = thread; i < quads; i += BINS) quad[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (thread < count - tail) to[tail + thread] = 0.0f;
-}
 
 extern "C" __global__ __launch_bounds__(BINS) void split_choose(
     const u8* gathered, int stride, const SplitSlot* slots, const u8* used, int* guesses, Cut* cuts, float* bucket,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.cuda.chunks import BINS
+from thinwire.kernels.cuda.clear import Cleared, cut_cleared
 from thinwire.kernels.cuda.joint import Joint, JointKernel, joint_kernel
 from thinwire.kernels.cuda.launch import PreparedLaunch, Varying, fitting
 from thinwire.kernels.cuda.prepared import GATHERED, MEMORY, OUT, PAYLOAD, STRIDE, payload_defines
@@ -39,8 +40,6 @@ RANGE = 4096
 RANGE_THREADS = 256
 EMIT_WARPS = 8
 FINISH_THREADS = 256
-CLEARED = 1 << 14
-"""Elements of the bucket that one block clears."""
 MOST_RECORDS = 30
 """Buckets that one launch settles."""
 COUNTED = 3
@@ -59,7 +58,6 @@ SumRange = declare("SumRange", (i32, "begin end slot"))
 RangeState = declare("RangeState", (i32, "list count end place"))
 Spot = declare("Spot", (i32, "owner first"))
 Cut = declare("Cut", (i32, "low last"))
-Cleared = declare("Cleared", (i64, "bucket"), (i32, "count unused"))
 SplitForm = declare("SplitForm", (i32, "head total row slots blocks rank world"))
 SplitRecord = declare(
     "SplitRecord",
@@ -406,13 +404,3 @@ def describe_slots(
         place += tables.rooms[number]
         chunk, range_ = chunk + own_chunks, range_ + own_ranges
     return make_rows(SplitSlot, rows)
-
-
-def cut_cleared(group: Group | None) -> Tensor:
-    """struct Cleared of every part of every slot of the bucket; none without a group."""
-    tables = [make_room(Cleared, 0, torch.device("cpu"))]
-    for slot in group.sources if group is not None else ():
-        starts = torch.arange(0, slot.numel, CLEARED)
-        counts = (slot.numel - starts).clamp(max=CLEARED)
-        tables.append(make_table(Cleared, bucket=slot.offset + starts, count=counts))
-    return torch.cat(tables)
