@@ -29,6 +29,7 @@ class AgreedRoute(Route):
     def __init__(self, task: SparseTask) -> None:
         super().__init__(task.group, task.slot_bytes, task.entries)
         self.task = task
+        self.gathered_bytes, self.gathered_after = task.gathered()
         self.delivery = BucketDelivery(self.group, task.terms)
 
     @cached_property

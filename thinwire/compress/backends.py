@@ -43,9 +43,11 @@ class SparseTask:
     """How the memory's divisor is refreshed in these modes, if it is."""
 
     def gathered(self) -> tuple[float, int]:
-        """What the exchange says of a gathering that others can share."""
-        codec, world = self.codec, self.terms.place.world
-        return self.exchange.gathered(codec.table, codec.values.bits, world)
+        """(what this rank sends if a part of it is gathered by a request that others can share, rounds before that)."""
+        after = self.exchange.gathered_after
+        if after is None or self.terms.place.world == 1:
+            return 0.0, 0
+        return sum(self.slot_bytes), after
 
 
 @dataclass(frozen=True)

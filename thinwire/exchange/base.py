@@ -108,6 +108,11 @@ class Exchange(Formed, ABC):
     without selection notes, and the exchange counts the entries itself."""
 
     @property
+    def gathered_after(self) -> int | None:
+        """Rounds of requests before a gathering that others can share; None if there is none."""
+        return None
+
+    @property
     def host_sizes(self) -> frozenset[int]:
         """Ranks per host, if it asks for something inside or between hosts; otherwise empty."""
         return frozenset()
@@ -121,11 +126,6 @@ class Exchange(Formed, ABC):
     def shard(self, rows: SlotRows, place: Place) -> Shard:
         """The part of a parameter of which this rank holds back what is not sent; `rows` are its usual rows."""
         return Shard(rows.slot.shape)
-
-    def gathered(self, table: RowTable, value_bits: float, world: int) -> tuple[float, int]:
-        """(bytes that this rank puts on the wire by a gathering that others can share, rounds of requests before it); 0 bytes if
-        there is none."""
-        return 0.0, 0
 
     def objection(self, selector: Selector) -> str | None:
         """Why this exchange cannot carry that selection, as the end of a sentence; None if it can."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -96,11 +96,9 @@ class SplitReduce(Exchange):
         back = 32 + 2 * value_bits if self.contribution == "full" else split
         return (split + back) * (world - 1) / world
 
-    def gathered(self, table: RowTable, value_bits: float, world: int) -> tuple[float, int]:
-        if self.contribution == "full" or world == 1:
-            return 0.0, 0
-        places = sum(capacity_of(rows.entries, world, self.capacity) for rows in table.rows)
-        return (world - 1) * places * (32 + value_bits) / 8, 1
+    @property
+    def gathered_after(self) -> int | None:
+        return None if self.contribution == "full" else 1
 
     def run(self, offer: Offer) -> Program[Outcome]:
         if offer.place.world == 1:
@@ -206,8 +204,8 @@ class SplitStep:
         indices, values = unpack(arrived, self.wire, self.places.lowest, self.places.highest)
         sums = add_arrived(indices, values, self.regions.size, self.sum_dtype)
         if self.full:
-            outcome: Outcome = yield from self.contribute(sums, indices, used)
-            return replace(outcome, non_finite=outcome.non_finite | non_finite)
+            outcome: Outcome = yield from self.contribute(sums, indices, used, non_finite)
+            return outcome
         update, kept, bad = yield from self.gather(sums, indices, used)
         account.give_back(positions, torch.where(kept[positions], 0.0, sent))
         counts = count_by_slot(sent != 0, self.slots, self.table)
@@ -284,7 +282,9 @@ class SplitStep:
         positions = self.regions.positions(owner, index, self.places.lookup)
         self.offer.account.give_back(positions, torch.where(lost.isfinite(), lost, 0.0))
 
-    def contribute(self, sums: Tensor, indices: Tensor, used: Tensor) -> Program[Outcome]:
+    def contribute(
+        self, sums: Tensor, indices: Tensor, used: Tensor, non_finite: Tensor
+    ) -> Program[Outcome]:
         """Gather all owners' winners; every rank's whole compensated gradient there is added."""
         places, shares = self.shares()
         fit = largest_sums(sums, indices, places)
@@ -294,7 +294,7 @@ class SplitStep:
         agreed = positions_of(gathered, places, NO_ENTRY)
         if not sums_by_owner(self.offer):
             agreed = pack_left(agreed.reshape(-1), self.table.entries)
-        outcome = yield from contribute(self.offer, agreed)
+        outcome = yield from contribute(self.offer, agreed, (used, non_finite))
         return outcome
 
     def shares(self) -> tuple[Places, Tensor]:
