@@ -107,9 +107,12 @@ def travelling(empty: Tensor, rank: int) -> Tensor:
 
 
 def flags_request(offer: Offer, bad: Tensor) -> Sum:
-    """Which slots had a gradient on some rank, and whether anything was not finite anywhere."""
+    """Which slots had a gradient on some rank, and whether anything was not finite anywhere.
+
+    In the dtype of the gradients, so that it shares the sum of those that travel whole.
+    """
     non_finite = offer.flags.non_finite | bad
-    words = torch.cat([offer.flags.had_gradient, non_finite[None]]).to(torch.int32)
+    words = torch.cat([offer.flags.had_gradient, non_finite[None]]).to(offer.account.c.dtype)
     return Sum(words, f"{offer.phase}/flags", control_bytes=words.nbytes)
 
 

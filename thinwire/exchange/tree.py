@@ -124,6 +124,7 @@ class TreeMerge(Exchange):
                 padding_bytes=padding_of(message, offer),
                 to=rank - reach if sends else None,
                 source=rank + reach if receives else None,
+                pattern=f"up {reach}",
             )
             (arrived,) = yield (request,)
             if receives:
@@ -179,6 +180,7 @@ def send_down(offer: Offer, final: Listed) -> Program[Listed]:
             padding_bytes=padding_of(message, offer),
             to=rank + reach if sends else None,
             source=rank - reach if receives else None,
+            pattern=f"down {reach}",
         )
         (arrived,) = yield (request,)
         if receives:
