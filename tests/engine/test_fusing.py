@@ -12,6 +12,7 @@ from thinwire.engine.fusing import FusedBatch, fuse_requests, in_rank_order
 from thinwire.engine.virtual import run_virtual
 from thinwire.exchange.requests import INSIDE, AllToAll, Gather, Sum, together
 from thinwire.exchange.split import SplitReduce
+from thinwire.exchange.tree import TreeMerge
 from thinwire.methods.base import Method
 from thinwire.observe.ledger import Ledger
 
@@ -73,9 +74,10 @@ def test_messages_to_owners_travel_together():
     assert ledger.messages() == 1
 
 
-def test_oktopk_takes_two_collectives_however_many_buckets_travel_together():
+@pytest.mark.parametrize(("exchange", "messages"), [(SplitReduce(), 2), (TreeMerge(), 5)])
+def test_as_many_collectives_however_many_buckets_travel_together(exchange, messages):
     def buckets() -> list[Ranks]:
-        return [Ranks(SplitReduce(), 3, [(n,)], 0.05, "bf16", names=(f"w{n}",)) for n in (900, 501)]
+        return [Ranks(exchange, 3, [(n,)], 0.05, "bf16", names=(f"w{n}",)) for n in (900, 501)]
 
     inputs = [gradients("normal", 3, n) for n in (900, 501)]
     expected = [one.step(given).update for one, given in zip(buckets(), inputs, strict=True)]
@@ -87,7 +89,7 @@ def test_oktopk_takes_two_collectives_however_many_buckets_travel_together():
     ledger = Ledger(3)
     for outcomes in run_virtual(programs, ledger):
         assert all(torch.equal(o.update, e) for o, e in zip(outcomes, expected, strict=True))
-    assert ledger.messages() == 2
+    assert ledger.messages() == messages
 
 
 def test_other_ranks_and_single_requests_stay_apart():

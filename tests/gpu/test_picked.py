@@ -7,6 +7,7 @@ import torch
 
 import thinwire as tw
 from tests.kernels.test_picked import METHODS, compare
+from thinwire.exchange.sums import divide
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,3 +42,10 @@ def test_narrow_gradients(kernels, dtype):
 def test_narrow_memories(kernels, storage):
     method = METHODS["oktopk"](memory=tw.memory.Residual(storage=storage))
     compare(kernels, method, shapes=SHAPES, device="cuda", packed=True)
+
+
+@pytest.mark.parametrize("world", [3, 4, 5, 6, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dense_means_are_divided_as_on_a_cpu(world, dtype):
+    flat = torch.randn(4097, generator=torch.Generator().manual_seed(world)).to(dtype)
+    assert torch.equal(divide(flat.cuda(), world).cpu(), divide(flat.clone(), world))

@@ -29,6 +29,7 @@ from thinwire.kernels.cuda import (
 from thinwire.kernels.cuda import rows as streamed_rows
 from thinwire.kernels.cuda.binaries import OPTIONS
 from thinwire.kernels.cuda.bucket import bucket_defines
+from thinwire.kernels.cuda.entries import entries_defines
 from thinwire.kernels.cuda.fused_estimate import MEASURE_DEFINES
 from thinwire.kernels.cuda.fused_threshold import DECODE_DEFINES, ENCODE_DEFINES
 from thinwire.kernels.cuda.fused_topk import SETTLE_DEFINES, Correction
@@ -37,6 +38,7 @@ from thinwire.kernels.cuda.prepared import payload_defines
 from thinwire.kernels.cuda.quantize import quantize_defines
 from thinwire.kernels.cuda.register_rows import SHORT_ROWS, RegisterRows, shape_bit
 from thinwire.kernels.cuda.source import SOURCES, Defines, source_of
+from thinwire.kernels.cuda.split import split_defines
 from thinwire.kernels.cuda.structs import Row, declare, i32, i64, layout_of
 from thinwire.kernels.cuda.toolchain import use_toolchain
 from thinwire.lowrank.cuda.kernels import FILES, Kernels
@@ -154,6 +156,10 @@ CASES: dict[str, Case] = {
         "quantize.cu",
         quantize_defines(4, 128, torch.float32, stochastic=True, keeps=False),
     ),
+    "entries": ("entries.cu", entries_defines(torch.float32)),
+    "bf16 entries": ("entries.cu", entries_defines(torch.bfloat16)),
+    "split": ("split.cu", split_defines(torch.float32)),
+    "split, bf16": ("split.cu", split_defines(torch.bfloat16)),
     "bf16 memory": ("pack.cu", pack_defines(torch.bfloat16)),
     "int8 memory": ("pack.cu", pack_defines(torch.int8)),
 }

@@ -42,6 +42,13 @@ class SparseTask:
     mean_gradient: MeanGradient
     """How the memory's divisor is refreshed in these modes, if it is."""
 
+    def gathered(self) -> tuple[float, int]:
+        """(what this rank sends if a part of it is gathered by a request that others can share, rounds before that)."""
+        after = self.exchange.gathered_after
+        if after is None or self.terms.place.world == 1:
+            return 0.0, 0
+        return sum(self.slot_bytes), after
+
 
 @dataclass(frozen=True)
 class Backend:

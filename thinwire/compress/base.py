@@ -73,7 +73,7 @@ class Route(ABC):
     kept_bytes: int = 0
     """What a step keeps beside memory until its verdict, so that what was sent can be taken back."""
     gathered_bytes: float = 0.0
-    """Bytes of this rank's payload if it is gathered by a request that others can share, else 0."""
+    """Bytes this rank sends if what it sends, or its last part, is gathered by a request that others can share, else 0."""
     gathered_after: int = 0
     """Rounds of requests before that one."""
 

@@ -19,7 +19,7 @@ from thinwire.compress.base import (
 )
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.requests import Gather, Program, Request, Sum
-from thinwire.exchange.sums import dense_mean
+from thinwire.exchange.sums import dense_mean, divide
 from thinwire.kernels.cuda.dense import FusedDense
 from thinwire.kernels.cuda.toolchain import has_kernels
 from thinwire.kernels.inspection import inspect
@@ -191,7 +191,7 @@ class GatheredDenseRoute(DenseRoute):
         buffer = torch.zeros(-(-group.numel // 4) * 4, device=group.device)
         self._fill(buffer, step)
         # Each part is divided before it is added, as in `dense_mean`.
-        payload = buffer.div_(self.place.world).view(torch.uint8)
+        payload = divide(buffer, self.place.world).view(torch.uint8)
         yield from let_pass(self.after_rounds)
         (gathered,) = yield (Gather(payload, "dense", apart=True),)
         first, *others = gathered.view(torch.float32)

@@ -1,7 +1,7 @@
 """Picked routes: memory and selection by kernels, in one pass over the gradient, for exchanges that add on the way.
 
 The exchange itself is the same torch code as without kernels, and sees the same numbers. It works on entries, of which there
-are a hundredth of the elements; what is left to torch is small.
+are a hundredth of the elements. A kernel writes the mean of what it found into the bucket.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from thinwire.compress.backends import SparseTask, register_backend
 from thinwire.compress.base import GroupStep, Opened, Route
+from thinwire.compress.delivery import BucketDelivery
 from thinwire.compress.kernel_routes import TOP_K_KERNELS
 from thinwire.exchange.base import PICKED_ENTRIES, Offer, Outcome
 from thinwire.exchange.requests import Program
@@ -37,6 +38,7 @@ class PickedRoute(Route):
     def __init__(self, task: SparseTask) -> None:
         super().__init__(task.group, task.slot_bytes, task.entries)
         self.task = task
+        self.gathered_bytes, self.gathered_after = task.gathered()
         # Exact values: the exchange rounds what it sends.
         self.codec = Codec(task.codec.table, VALUE_CODES["fp32"], INDEX_CODES["int32"])
 
@@ -44,6 +46,10 @@ class PickedRoute(Route):
     def kernels(self) -> FusedTopK:
         terms = self.task.terms
         return FusedTopK(self.group, self.codec, terms.gradient_dtype, terms.place.world)
+
+    @cached_property
+    def delivery(self) -> BucketDelivery:
+        return BucketDelivery(self.group, self.task.terms)
 
     def open(self, step: GroupStep) -> Opened:
         task, codec = self.task, self.codec
@@ -63,6 +69,7 @@ class PickedRoute(Route):
             phase="sparse",
             counts=step.counts,
             picks=Picks(values, indices),
+            deliver=self.delivery.into(step.bucket_flat),
         )
         return Opened(self._run(offer), account)
 

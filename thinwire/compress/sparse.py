@@ -142,6 +142,7 @@ class PartsRoute(Route):
             task.selection.session.selector.takes_largest and task.exchange.offers_all
         )
         """Whether a sum of finite numbers that overflows is always among the chosen."""
+        self.gathered_bytes, self.gathered_after = task.gathered()
         if task.exchange.form == GATHERED_PAYLOADS:
             self.gathered_bytes = sum(task.slot_bytes)
 

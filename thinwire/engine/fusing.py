@@ -22,6 +22,7 @@ from thinwire.exchange.requests import (
     Replies,
     Request,
     Sum,
+    Swap,
     together,
 )
 from thinwire.exchange.sums import in_rows, sum_by_owners
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 def fuse_requests(program: Program[T]) -> Program[T]:
     """The same program, asking for one all-reduce where it asked for several of one dtype among the same ranks, and for one
-    all-gather of payloads, and for one all-to-all of messages.
+    all-gather of payloads, for one all-to-all of messages, and for one message to the same rank.
 
     Every rank fuses alike, because batches are alike on all ranks. A backend may add in another order than it would
     apart, as it may in another bucketing; `in_rank_order` keeps bits from depending on that.
@@ -73,6 +74,10 @@ class FusedBatch:
             if len(chosen) == 1:
                 found[chosen[0]] = reply
                 continue
+            if isinstance(self.batch[chosen[0]], Swap) and not reply.numel():
+                # Nothing arrives at who only sends.
+                found.update(dict.fromkeys(chosen, reply))
+                continue
             asked = [_row(self.batch[index]) for index in chosen]
             pieces = reply.split([row.shape[-1] for row in asked], dim=-1)
             by_rank = reply.dim() > 1
@@ -85,6 +90,9 @@ def _fusing_key(index: int, request: Request) -> Hashable:
     """Requests with the same answer travel together."""
     if isinstance(request, Sum) or (isinstance(request, Gather | AllToAll) and request.apart):
         return request.kind, request.scope, request.tensor.dtype, request.tensor.device
+    if isinstance(request, Swap) and request.pattern:
+        tensor = request.tensor
+        return request.kind, request.scope, tensor.dtype, tensor.device, request.pattern
     return index
 
 

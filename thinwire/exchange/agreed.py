@@ -17,8 +17,10 @@ from thinwire.exchange.base import Exchange, Offer, Outcome
 from thinwire.exchange.common import (
     INDEX_DTYPE,
     NO_ENTRY,
+    any_non_finite,
     ask,
     count_by_slot,
+    deliver_mean,
     flags_request,
     keep_alone,
     read_flags,
@@ -26,16 +28,23 @@ from thinwire.exchange.common import (
     to_wire,
     travelling,
     wire_dtype,
-    zero_update,
 )
 from thinwire.exchange.requests import Broadcast, Program, Sum, together
 from thinwire.exchange.sums import sum_by_owners
 from thinwire.select.base import Picks
 
+AGREED_PLACES = "places that all ranks agree on, and the sums there"
+"""The form of exchanges without a state that ask an offer for its account, its flags, its `pick` and its `pick_on`."""
+
+
+Told = tuple[Tensor, Tensor]
+"""bool [slots]: some rank had a gradient; bool []: something was not finite somewhere."""
+
 
 class AgreedPlaces(Exchange):
     """1. Agree on places.  2. Add everybody's values there.  3. Every rank clears what it contributed."""
 
+    form = AGREED_PLACES
     sums_on_the_way = True
     offers_all = False
 
@@ -43,12 +52,14 @@ class AgreedPlaces(Exchange):
         if offer.place.world == 1:
             return keep_alone(offer)
         places = yield from self.agree(offer)
-        outcome = yield from contribute(offer, places)
+        places, told = places if isinstance(places, tuple) else (places, None)
+        outcome = yield from contribute(offer, places, told)
         return outcome
 
     @abstractmethod
-    def agree(self, offer: Offer) -> Program[Tensor]:
-        """Flat positions, the same on all ranks; NO_ENTRY in places that stay empty, otherwise each once."""
+    def agree(self, offer: Offer) -> Program[Tensor | tuple[Tensor, Told]]:
+        """Flat positions, the same on all ranks; NO_ENTRY in places that stay empty, otherwise each once. With them the flags of all
+        ranks, if these have travelled along."""
 
     def entry_bits(self, value_bits: float, index_bits: float, world: int) -> float:
         return (32 + 2 * value_bits) * (world - 1) / world
@@ -96,8 +107,10 @@ def sums_by_owner(offer: Offer) -> bool:
     return wire_dtype(offer) != torch.float32
 
 
-def contribute(offer: Offer, places: Tensor) -> Program[Outcome]:
+def contribute(offer: Offer, places: Tensor, told: Told | None = None) -> Program[Outcome]:
     """Add all ranks' values at agreed places, [m] or [world, m]: row p is then added up by rank p.
+
+    Flags travel beside the values unless all ranks were `told` before.
 
     1. Write off this rank's values there, as the wire rounds them.
     2. Sum over ranks; with a narrow wire by owners, who keep what rounding their sums loses, else by one all-reduce.
@@ -113,7 +126,7 @@ def contribute(offer: Offer, places: Tensor) -> Program[Outcome]:
     wire = to_wire(mine, wire_dtype(offer))
     sent = wire.to(account.c.dtype)
     account.write_off(positions.view(-1), sent.view(-1))
-    flags_and_bad = flags_request(offer, ~mine.isfinite().all())
+    flags = known(told) if told else ask_flags(offer, mine)
     empty = (~taken).sum(-1) * wire.element_size()
     phase = f"{offer.phase}/values"
     if sums_by_owner(offer):
@@ -126,22 +139,28 @@ def contribute(offer: Offer, places: Tensor) -> Program[Outcome]:
             padding_bytes=travelling(empty, rank),
             own_padding_bytes=empty[rank],
         )
-        flags, (summed, lost) = yield from together([ask(flags_and_bad), summing])
-        used_slots, non_finite = read_flags(flags)
+        (used_slots, non_finite), (summed, lost) = yield from together([flags, summing])
         kept = used_slots[slots[rank]] & lost.isfinite()
         account.give_back(positions[rank], torch.where(kept, lost, 0.0))
     else:
         request = Sum(wire.view(-1).clone(), phase, padding_bytes=empty.sum())
-        flags, summed = yield flags_and_bad, request
-        used_slots, non_finite = read_flags(flags)
+        (used_slots, non_finite), summed = yield from together([flags, ask(request)])
     total = summed.view(wire.shape).to(account.c.dtype)
     used = used_slots[slots]
     account.give_back(positions.view(-1), torch.where(used, 0.0, sent).view(-1))
-    accepted = torch.where(used & taken, total, 0.0).view(-1)
-    update = zero_update(offer).index_add_(0, positions.view(-1), accepted)
-    non_finite = non_finite | ~accepted.isfinite().all()
+    target = torch.where(used & taken, positions, NO_ENTRY).view(-1)
     counts = count_by_slot(taken.view(-1), slots.view(-1), table)
-    return Outcome(update.mul_(1 / offer.place.world), non_finite, sent=counts)
+    return deliver_mean(offer, target, total.view(-1), non_finite, counts)
+
+
+def ask_flags(offer: Offer, mine: Tensor) -> Program[Told]:
+    flags = yield from ask(flags_request(offer, any_non_finite(mine.view(-1))))
+    return read_flags(flags)
+
+
+def known(told: Told) -> Program[Told]:
+    yield from ()
+    return told
 
 
 def in_shares(places: Tensor, world: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +21,11 @@ from thinwire.wire.codec import Codec, Flags, Header
 
 PICKED_ENTRIES = "entries that Offer.pick chose, added on the way"
 """The form of exchanges without a state that ask an offer for its account, its flags and its `pick` alone."""
+
+
+Delivery = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes sums over ranks at flat positions (int64, each once; what is outside the group is nowhere), which are all there is of an
+update, and writes their mean into the bucket. Returns the bucket, and bool []: a mean is not finite."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +53,8 @@ class Offer(Described):
 
     picks: Picks | None = None
     """This rank's choice on the codec's rows, where kernels have made it already."""
+    deliver: Delivery | None = None
+    """Writes the update into the bucket, where kernels can do that."""
 
     def pick(self) -> Picks:
         """This rank's choice on the codec's rows."""
@@ -99,6 +106,11 @@ class Exchange(Formed, ABC):
     sums_on_the_way: bool = False
     """Whether values are added before they reach everybody: they then travel as plain floating-point numbers,
     without selection notes, and the exchange counts the entries itself."""
+
+    @property
+    def gathered_after(self) -> int | None:
+        """Rounds of requests before a gathering that others can share; None if there is none."""
+        return None
 
     @property
     def host_sizes(self) -> frozenset[int]:

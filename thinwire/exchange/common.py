@@ -67,6 +67,24 @@ def zero_update(offer: Offer) -> Tensor:
     return torch.zeros(offer.codec.table.numel, dtype=c.dtype, device=c.device)
 
 
+def deliver_mean(
+    offer: Offer, positions: Tensor, sums: Tensor, non_finite: Tensor, sent: Tensor
+) -> Outcome:
+    """The mean of sums over ranks at flat positions, each once; what is outside the group is nowhere. `sent` counts this rank's
+    entries."""
+    sums = sums.to(offer.account.c.dtype)
+    if offer.deliver is not None:
+        update, wrong = offer.deliver(positions, sums)
+        return Outcome(update, non_finite | wrong, sent=sent, delivered=True)
+    numel = offer.codec.table.numel
+    inside = (positions >= 0) & (positions < numel)
+    means = torch.where(inside, sums, 0.0) * (1 / offer.place.world)
+    # One element more than the group: the dump of what is nowhere.
+    update = torch.zeros(numel + 1, dtype=means.dtype, device=means.device)
+    update.scatter_(0, torch.where(inside, positions, numel), means)
+    return Outcome(update[:-1], non_finite | any_non_finite(means), sent=sent)
+
+
 def travelling(empty: Tensor, rank: int) -> Tensor:
     """Padding per destination [world] as the `padding_bytes` of an all-to-all, whose own row stays at home."""
     world = empty.numel()
@@ -74,9 +92,12 @@ def travelling(empty: Tensor, rank: int) -> Tensor:
 
 
 def flags_request(offer: Offer, bad: Tensor) -> Sum:
-    """Which slots had a gradient on some rank, and whether anything was not finite anywhere."""
+    """Which slots had a gradient on some rank, and whether anything was not finite anywhere.
+
+    In the dtype of the gradients, so that it shares the sum of those that travel whole.
+    """
     non_finite = offer.flags.non_finite | bad
-    words = torch.cat([offer.flags.had_gradient, non_finite[None]]).to(torch.int32)
+    words = torch.cat([offer.flags.had_gradient, non_finite[None]]).to(offer.account.c.dtype)
     return Sum(words, f"{offer.phase}/flags", control_bytes=words.nbytes)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from thinwire.exchange.base import PICKED_ENTRIES, Exchange, Offer, Outcome
 from thinwire.exchange.common import (
     count_by_slot,
+    deliver_mean,
     keep_alone,
     read_flags,
     slot_of,
@@ -77,14 +78,12 @@ class SplitGather(Exchange):
         rounded, lost = round_sums(offer, sums)
         account.give_back(sums.positions, lost)
         counts = yield from count_everywhere(offer, len(rounded.positions))
-        if sum(counts) >= self.dense_above * table.numel:
-            update = yield from gather_regions(offer, rounded, share)
-        else:
-            gathered = yield from gather_entries(offer, rounded, counts)
-            update = zero_update(offer)
-            update[gathered.positions] = gathered.values.to(update.dtype)
-        non_finite = non_finite | ~update.isfinite().all()
         entries = count_by_slot(wire != 0, slots, table)
+        if sum(counts) < self.dense_above * table.numel:
+            gathered = yield from gather_entries(offer, rounded, counts)
+            return deliver_mean(offer, gathered.positions, gathered.values, non_finite, entries)
+        update = yield from gather_regions(offer, rounded, share)
+        non_finite = non_finite | ~update.isfinite().all()
         return Outcome(update.mul_(1 / world), non_finite, sent=entries)
 
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from thinwire.exchange.agreed import AgreedPlaces, filled
+from thinwire.exchange.agreed import AgreedPlaces, Told, filled
 from thinwire.exchange.base import Offer
-from thinwire.exchange.common import INDEX_DTYPE, NO_ENTRY
+from thinwire.exchange.common import INDEX_DTYPE, NO_ENTRY, typed
 from thinwire.exchange.regions import block_bits, deal_blocks
 from thinwire.exchange.requests import Gather, Program
+from thinwire.kernels.cuda.entries import BlockTaker
+from thinwire.kernels.cuda.toolchain import Toolchain, kernels_for
 from thinwire.layout import RowTable, SlotRows, remembered
 
 # With fewer rows per part than this, one row more or less would unbalance the parts.
@@ -32,30 +34,45 @@ class Exclusive(AgreedPlaces):
        next one. Which part is whose follows from the slot's name and step count alone, so it is the same in every
        bucketing.
     2. Each rank selects in its part about 1/P of the slot's entries, at 1/P of the cost.
-    3. The places are gathered: k(P-1)/P words.
+    3. The places are gathered, and every rank's flags: k(P-1)/P words.
     4. All ranks' values at all places are added: 2k(P-1)/P words. Every rank clears all of them.
     """
 
-    def agree(self, offer: Offer) -> Program[Tensor]:
+    @property
+    def gathered_after(self) -> int | None:
+        return 0
+
+    def agree(self, offer: Offer) -> Program[Tensor | tuple[Tensor, Told]]:
         table, world = offer.codec.table, offer.place.world
         device = offer.account.c.device
         parts = remembered(table, ("parts", world, device), lambda: Parts(table, world, device))
-        places = yield from gather_places(offer, parts)
-        return places
+        agreed = yield from gather_places(offer, parts)
+        return agreed
 
 
-def gather_places(offer: Offer, parts: Parts) -> Program[Tensor]:
-    """Select in this rank's part and gather everybody's places."""
+def gather_places(offer: Offer, parts: Parts) -> Program[tuple[Tensor, Told]]:
+    """Select in this rank's part and gather everybody's places, behind everybody's flags.
+
+    Nothing is overlooked that is not finite: whoever has an exchange that does not offer all looks at all of c before.
+    """
     turns = parts.turns(offer.counts)
     capacity = parts.capacity(turns)
     device = offer.account.c.device
-    nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    chosen = torch.cat([*parts.select(offer, turns), nothing])
-    places = torch.full((capacity,), NO_ENTRY, dtype=INDEX_DTYPE, device=device)
-    places[: chosen.numel()] = chosen.to(INDEX_DTYPE)
-    empty = (places < 0).sum() * places.element_size()
-    (gathered,) = yield (Gather(places, f"{offer.phase}/places", padding_bytes=empty),)
-    return gathered.long()
+    flags = torch.cat([offer.flags.non_finite[None], offer.flags.had_gradient])
+    chosen = torch.cat([flags.long(), *parts.select(offer, turns)])
+    words = torch.full((flags.numel() + capacity,), NO_ENTRY, dtype=INDEX_DTYPE, device=device)
+    words[: chosen.numel()] = chosen.to(INDEX_DTYPE)
+    request = Gather(
+        words.view(torch.uint8),
+        f"{offer.phase}/places",
+        control_bytes=flags.numel() * words.element_size(),
+        padding_bytes=(words < 0).sum() * words.element_size(),
+        apart=True,
+    )
+    (gathered,) = yield (request,)
+    words = typed(gathered, INDEX_DTYPE)
+    raised = words[:, : flags.numel()].amax(0) > 0
+    return words[:, flags.numel() :].long(), (raised[1:], raised[0])
 
 
 class Parts:
@@ -212,6 +229,8 @@ class BlockSample:
         self._by_slot = torch.stack([firsts, sizes, ends]).to(device)
         """[3, slots]: the first block of a slot's part, the size of its blocks, where the slot ends in the group."""
         by_block = ends.repeat_interleave(counts).to(device)
+        self._blocks = (self.starts, by_block, sizes.repeat_interleave(counts))
+        self._takers: dict[Toolchain, BlockTaker] = {}
         self._alike: list[tuple[Tensor, Tensor, Tensor]] = []
         """Blocks of one size: where they begin, where their slots end, and the places inside a block."""
         for size in sizes.unique().tolist():
@@ -221,6 +240,11 @@ class BlockSample:
 
     def take(self, flat: Tensor) -> Tensor:
         """The elements, block after block; zeros beyond the end of a slot."""
+        toolchain = kernels_for(flat.device) if flat.dtype == torch.float32 else None
+        if toolchain is not None:
+            if toolchain not in self._takers:
+                self._takers[toolchain] = BlockTaker(toolchain, *self._blocks)
+            return self._takers[toolchain].take(flat)
         parts = []
         for starts, ends, inside in self._alike:
             places = starts + inside

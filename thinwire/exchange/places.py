@@ -77,22 +77,34 @@ class Proposal:
 
 
 def propose(wire: Tensor, box: Tensor, index: Tensor, places: Places) -> Proposal:
-    """Sort selected entries into messages, the largest of every box first, ties to the first entry."""
-    nowhere = places.box_starts.numel() - 1
+    """Sort selected entries into messages: the largest of every box, ties to the first entry, in the order of the entries."""
+    nowhere, rooms = places.box_starts.numel() - 1, places.box_rooms
     box = torch.where(wire != 0, box, nowhere)
-    # One key orders by box, then by falling magnitude, then (stable) by entry.
-    keys, order = ((box << 32) + LAST - magnitude_bits(wire)).sort(stable=True)
-    box = keys >> 32
-    before = torch.searchsorted(box, places.box_bounds)
-    turn = torch.arange(wire.numel(), device=wire.device) - before[box]
+    turn = turns_in_boxes(box, places) if wire.device.type == "cpu" else None
+    # The usual case is that all fit. An accelerator would have to wait to know.
+    if turn is None or bool(((turn >= rooms[box]) & (box < nowhere)).any()):
+        by_size = turns_in_boxes(box, places, LAST - magnitude_bits(wire))
+        box = torch.where(by_size < rooms[box], box, nowhere)
+        turn = turns_in_boxes(box, places)
     dump = places.world * places.total
-    target = torch.where(turn < places.box_rooms[box], places.box_starts[box] + turn, dump)
-    target = torch.empty_like(target).scatter_(0, order, target)
+    target = torch.where(box < nowhere, places.box_starts[box] + turn, dump)
     indices = torch.full((dump + 1,), NO_ENTRY, dtype=INDEX_DTYPE, device=wire.device)
     indices.scatter_(0, target, index.to(INDEX_DTYPE))
     values = torch.zeros(dump + 1, dtype=wire.dtype, device=wire.device).scatter_(0, target, wire)
     shape = (places.world, -1)
     return Proposal(target < dump, indices[:-1].view(shape), values[:-1].view(shape))
+
+
+def turns_in_boxes(box: Tensor, places: Places, keys: Tensor | None = None) -> Tensor:
+    """By entry: how many of its box come before it, in the order of int32 `keys` if there are any, then of the entries."""
+    if keys is None:
+        sorted_boxes, order = box.sort(stable=True)
+    else:
+        both, order = ((box << 32) + keys).sort(stable=True)
+        sorted_boxes = both >> 32
+    before = torch.searchsorted(sorted_boxes, places.box_bounds)
+    turn = torch.arange(box.numel(), device=box.device) - before[sorted_boxes]
+    return torch.empty_like(turn).scatter_(0, order, turn)
 
 
 def add_arrived(indices: Tensor, values: Tensor, size: int, dtype: torch.dtype) -> Tensor:
@@ -129,20 +141,24 @@ def largest_by_slot(
     return chosen, (keys[at] >> 32 == slots) & present[chosen]
 
 
-def largest_sums(sums: Tensor, indices: Tensor, places: Places, back: Places) -> Tensor:
-    """int32 [places of `back`]: the largest sums of every slot where something arrived, ties to what arrived first.
+def largest_sums(sums: Tensor, indices: Tensor, back: Places) -> Tensor:
+    """int32 [places of `back`]: the largest sums of every slot where something arrived, ties to the lowest index; by rising
+    index, empty places last.
 
     `sums` has the dump of empty places first, `indices` [world, places] are all that arrived. A sum may be exactly zero and still
     be one.
     """
-    target = indices.reshape(-1).long() + 1
-    entries = torch.arange(target.numel(), dtype=INDEX_DTYPE, device=target.device)
-    first = torch.full_like(sums, target.numel(), dtype=INDEX_DTYPE)
-    first.scatter_reduce_(0, target, entries, "amin")
-    new = (first[target] == entries) & (target > 0)
-    slot = places.slots.expand(places.world, -1).reshape(-1)
-    chosen, inside = largest_by_slot(sums[target], new, slot, back.slots, back.turns)
-    return torch.where(inside, indices.reshape(-1)[chosen], NO_ENTRY)
+    edges = back.regions.edges
+    found = indices.reshape(-1).sort().values
+    new = found >= 0
+    new[1:] &= found[1:] != found[:-1]
+    slot = torch.bucketize(found, edges[1:], right=True)
+    chosen, inside = largest_by_slot(sums[found.long() + 1], new, slot, back.slots, back.turns)
+    # Indices rise with their slots. What is empty comes behind its slot's last index and before the next slot's first.
+    keys = (
+        torch.where(inside, 2 * found[chosen].long(), 2 * edges[back.slots + 1] - 1).sort().values
+    )
+    return torch.where(keys % 2 == 0, keys // 2, NO_ENTRY).to(INDEX_DTYPE)
 
 
 @dataclass(frozen=True, eq=False)

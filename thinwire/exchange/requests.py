@@ -169,6 +169,9 @@ class Swap(Collective):
     """Who gets the tensor."""
     source: int | None
     """Whose tensor arrives."""
+    pattern: str = ""
+    """Swaps of one name have the same partners as each other, on every rank, so that they can travel as one. Without a name one
+    travels alone."""
 
     kind: ClassVar[str] = "swap"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from thinwire.errors import UsageError
 from thinwire.exchange.agreed import contribute, sums_by_owner
-from thinwire.exchange.base import PICKED_ENTRIES, Exchange, Offer, Outcome
+from thinwire.exchange.base import Exchange, Offer, Outcome
 from thinwire.exchange.common import (
     NO_ENTRY,
     any_non_finite,
@@ -41,13 +41,16 @@ from thinwire.exchange.places import (
     pack_left,
     positions_of,
     propose,
+    split,
     unpack,
 )
 from thinwire.exchange.regions import HashedRegions
-from thinwire.exchange.requests import AllToAll, Gather, Program, common
+from thinwire.exchange.requests import AllToAll, Gather, Place, Program, common
 from thinwire.layout import RowTable, remembered
 from thinwire.validate import check_choice, check_finite_number
 
+SPLIT_ENTRIES = "entries that Offer.pick chose, added by the owners of hashed regions"
+"""The form of `SplitReduce`."""
 Contribution = Literal["selected", "full"]
 LARGEST_CAPACITY = 1.5
 
@@ -58,11 +61,11 @@ class SplitReduce(Exchange):
 
     1. Select locally.
     2. Send each entry to the owner of its place, at most `capacity` x k/P per slot and owner, largest first; the rest
-       stays in memory.
+       stays in memory. A message is in the order of the entries.
     3. Owners add what arrived, in rank order.
-    4. Each owner's `capacity` x k/P largest sums of every slot are gathered. The places were there for the winners anyway;
-       that all are filled saves the rounds in which owners would have to agree on a threshold.
-    5. The k largest of each slot's gathered sums win, on every rank alike.
+    4. Each owner's `capacity` x k/P largest sums of every slot are gathered, ties to the lowest index, by rising index. The places
+       were there for the winners anyway; that all are filled saves the rounds in which owners would have to agree on a threshold.
+    5. The k largest of each slot's gathered sums win, on every rank alike, ties to the lowest owner, then to the lowest index.
     6. What was sent and did not win returns to memory.
 
     `contribution="full"`: owners keep the k/P largest sums each, only the winners' places are gathered, and every rank's whole
@@ -74,7 +77,8 @@ class SplitReduce(Exchange):
     contribution: Contribution = "selected"
     """What a rank adds at a winner's place: what it selected there, or "full": all it has there."""
 
-    form = PICKED_ENTRIES
+    form = SPLIT_ENTRIES
+    computed_by = ("run", "places")
     sums_on_the_way = True
 
     def __post_init__(self) -> None:
@@ -90,6 +94,10 @@ class SplitReduce(Exchange):
         split = self.capacity * (32 + value_bits)
         back = 32 + 2 * value_bits if self.contribution == "full" else split
         return (split + back) * (world - 1) / world
+
+    @property
+    def gathered_after(self) -> int | None:
+        return None if self.contribution == "full" else 1
 
     def run(self, offer: Offer) -> Program[Outcome]:
         if offer.place.world == 1:
@@ -109,6 +117,63 @@ def capacity_of(entries: int, world: int, capacity: float) -> int:
     return min(wanted, max(1, math.floor(LARGEST_CAPACITY * entries / world)))
 
 
+class SplitLayout:
+    """Who owns what of a group, and what the messages of a step look like. The same in every step."""
+
+    def __init__(
+        self,
+        setting: SplitReduce,
+        table: RowTable,
+        wire: torch.dtype,
+        place: Place,
+        device: torch.device,
+        phase: str = "sparse",
+    ) -> None:
+        self.table, self.wire, self.phase = table, wire, phase
+        self.world = world = place.world
+        self.entry_bytes = INDEX_BYTES + wire.itemsize
+        self.regions = remembered(
+            table, ("hashed", world, device), lambda: HashedRegions(table, world, device)
+        )
+        self.places = remembered(
+            table,
+            ("places", world, setting.capacity, device),
+            lambda: setting.places(table, self.regions, world),
+        )
+
+    def deal_out(self, messages: Tensor, head: int, padding: Tensor) -> Program[Tensor]:
+        """What the ranks have for this owner [world, bytes], given what this rank has for each, in front `head` bytes of flags."""
+        request = AllToAll(
+            messages,
+            f"{self.phase}/split",
+            control_bytes=head * self.world,
+            padding_bytes=padding,
+            apart=True,
+        )
+        (arrived,) = yield (request,)
+        return arrived
+
+    def gather(self, message: Tensor, padding: Tensor) -> Program[Tensor]:
+        """All owners' sums [world, bytes], given this one's."""
+        request = Gather(message, f"{self.phase}/gather", padding_bytes=padding, apart=True)
+        (gathered,) = yield (request,)
+        return gathered
+
+    @property
+    def spare(self) -> float:
+        """On average k/P of an owner's places hold a winner: the others."""
+        return self.places.total - self.table.entries / self.world
+
+    def read(self, entries: Tensor, owner: int | None = None) -> tuple[Tensor, Tensor]:
+        """(flat positions, float32 values, 0 in empty places) of messages [owners, bytes] without flags, or of one owner's."""
+        indices, values = split(entries, self.wire)
+        places = self.places
+        owners = places.owners if owner is None else places.owners[owner]
+        inside = torch.maximum(indices, places.lowest)
+        positions = self.regions.positions(owners, inside, places.lookup)
+        return positions.view(-1), torch.where(indices >= 0, values.float(), 0.0).view(-1)
+
+
 class SplitStep:
     """One exchange of one group, phase by phase."""
 
@@ -119,17 +184,11 @@ class SplitStep:
         self.rank, self.world = offer.place.rank, offer.place.world
         self.wire = wire_dtype(offer)
         self.sum_dtype, self.device = offer.account.c.dtype, offer.account.c.device
-        self.table = table = offer.codec.table
-        world, device = self.world, self.device
-        self.regions = remembered(
-            table, ("hashed", world, device), lambda: HashedRegions(table, world, device)
-        )
-        self.places = remembered(
-            table,
-            ("places", world, setting.capacity, device),
-            lambda: setting.places(table, self.regions, world),
-        )
-        self.slots = table.entry_slots(device)
+        self.table = offer.codec.table
+        layout = (self.table, self.wire, offer.place, self.device, offer.phase)
+        self.layout = SplitLayout(setting, *layout)
+        self.regions, self.places = self.layout.regions, self.layout.places
+        self.slots = self.table.entry_slots(self.device)
 
     def run(self) -> Program[Outcome]:
         account = self.offer.account
@@ -144,8 +203,8 @@ class SplitStep:
         indices, values = unpack(arrived, self.wire, self.places.lowest, self.places.highest)
         sums = add_arrived(indices, values, self.regions.size, self.sum_dtype)
         if self.full:
-            outcome: Outcome = yield from self.contribute(sums, indices, used)
-            return replace(outcome, non_finite=outcome.non_finite | non_finite)
+            outcome: Outcome = yield from self.contribute(sums, indices, used, non_finite)
+            return outcome
         update, kept, bad = yield from self.gather(sums, indices, used)
         account.give_back(positions, torch.where(kept[positions], 0.0, sent))
         counts = count_by_slot(sent != 0, self.slots, self.table)
@@ -160,15 +219,10 @@ class SplitStep:
         words = torch.cat([(flags.non_finite | bad)[None], flags.had_gradient]).to(torch.uint8)
         words = pad(words, (0, -len(words) % 4))
         entries = pack(proposal.indices, proposal.values)
-        empty = (proposal.indices < 0).sum(1) * (INDEX_BYTES + self.wire.itemsize)
-        request = AllToAll(
-            torch.cat([words.expand(self.world, -1), entries], 1),
-            f"{self.phase}/split",
-            control_bytes=words.nbytes * self.world,
-            padding_bytes=travelling(empty, self.rank),
-            apart=True,
-        )
-        (arrived,) = yield (request,)
+        empty = (proposal.indices < 0).sum(1) * self.layout.entry_bytes
+        message = torch.cat([words.expand(self.world, -1), entries], 1)
+        padding = travelling(empty, self.rank)
+        arrived = yield from self.layout.deal_out(message, words.nbytes, padding)
         raised = arrived[:, : len(words)].amax(0) > 0
         return arrived[:, len(words) :], raised[1 : 1 + len(self.table.rows)], raised[0]
 
@@ -177,20 +231,13 @@ class SplitStep:
     ) -> Program[tuple[Tensor, Tensor, Tensor]]:
         """(mean of the winners, mask of their positions, whether one is not finite); an owner banks what rounding its sums lost."""
         places = self.places
-        fit = largest_sums(sums, indices, places, places)
+        fit = largest_sums(sums, indices, places)
         # Empty places read the dump, which is zero.
         exact = sums[fit.long() + 1]
         rounded = to_wire(exact, self.wire)
-        entry_bytes = INDEX_BYTES + self.wire.itemsize
-        # On average k/P of an owner's places hold a winner.
-        spare = places.total - self.table.entries / self.world
-        request = Gather(
-            pack(fit, rounded),
-            f"{self.phase}/gather",
-            padding_bytes=(fit < 0).sum().clamp(min=spare) * entry_bytes,
-            apart=True,
-        )
-        (gathered,) = yield (request,)
+        layout = self.layout
+        padding = (fit < 0).sum().clamp(min=layout.spare) * layout.entry_bytes
+        gathered = yield from layout.gather(pack(fit, rounded), padding)
         update, kept, won, bad = yield from common(lambda: self.read(gathered, used))
         if self.wire != self.sum_dtype:
             self.bank(torch.where(won[self.rank], exact - rounded, 0.0), fit)
@@ -234,17 +281,19 @@ class SplitStep:
         positions = self.regions.positions(owner, index, self.places.lookup)
         self.offer.account.give_back(positions, torch.where(lost.isfinite(), lost, 0.0))
 
-    def contribute(self, sums: Tensor, indices: Tensor, used: Tensor) -> Program[Outcome]:
+    def contribute(
+        self, sums: Tensor, indices: Tensor, used: Tensor, non_finite: Tensor
+    ) -> Program[Outcome]:
         """Gather all owners' winners; every rank's whole compensated gradient there is added."""
         places, shares = self.shares()
-        fit = largest_sums(sums, indices, self.places, places)
+        fit = largest_sums(sums, indices, places)
         fit = torch.where(places.turns < (used * shares)[places.slots], fit, NO_ENTRY)
         empty = (fit < 0).sum() * INDEX_BYTES
         (gathered,) = yield (Gather(fit, f"{self.phase}/places", padding_bytes=empty),)
         agreed = positions_of(gathered, places, NO_ENTRY)
         if not sums_by_owner(self.offer):
             agreed = pack_left(agreed.reshape(-1), self.table.entries)
-        outcome = yield from contribute(self.offer, agreed)
+        outcome = yield from contribute(self.offer, agreed, (used, non_finite))
         return outcome
 
     def shares(self) -> tuple[Places, Tensor]:

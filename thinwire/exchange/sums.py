@@ -19,8 +19,16 @@ def dense_mean(buffer: Tensor, place: Place, *, phase: str) -> Program[Tensor]:
     """
     if not buffer.numel() or place.world == 1:
         return buffer
-    (total,) = yield (Sum(buffer.div_(place.world), phase),)
+    (total,) = yield (Sum(divide(buffer, place.world), phase),)
     return total
+
+
+def divide(buffer: Tensor, world: int) -> Tensor:
+    """The buffer, in place, by `world`; the same bits on every device.
+
+    By a tensor: torch multiplies by the reciprocal of a plain number on CUDA, which rounds twice where it is no power of two.
+    """
+    return buffer.div_(torch.full((), world, dtype=buffer.dtype, device=buffer.device))
 
 
 def sum_by_owners(

@@ -15,6 +15,7 @@ from thinwire.exchange.common import (
     INDEX_DTYPE,
     NO_ENTRY,
     count_by_slot,
+    deliver_mean,
     flags_request,
     keep_alone,
     read_flags,
@@ -97,17 +98,14 @@ class TreeMerge(Exchange):
         mine = Listed(torch.where(chosen, positions, NO_ENTRY), sent)
         merged = yield from self.merge_up(offer, mine)
         final = yield from send_down(offer, merged)
-        # One element more than the group: the dump of empty places.
-        target = torch.where(final.positions >= 0, final.positions, table.numel)
-        update = torch.zeros(table.numel + 1, dtype=account.c.dtype, device=account.c.device)
-        update = update.scatter_(0, target, final.values.to(update.dtype))[:-1]
         if not self.conserve:
-            kept = torch.zeros(table.numel + 1, dtype=torch.bool, device=update.device)
+            # One element more than the group: the dump of empty places.
+            kept = torch.zeros(table.numel + 1, dtype=torch.bool, device=positions.device)
+            target = torch.where(final.positions >= 0, final.positions, table.numel)
             kept.index_fill_(0, target, True)
             account.give_back(positions, torch.where(kept[positions], 0.0, sent))
-        non_finite = non_finite | ~update.isfinite().all()
         counts = count_by_slot(chosen, slots, table)
-        return Outcome(update.mul_(1 / offer.place.world), non_finite, sent=counts)
+        return deliver_mean(offer, final.positions, final.values, non_finite, counts)
 
     def merge_up(self, offer: Offer, mine: Listed) -> Program[Listed]:
         """On rank 0 the final list, as the wire rounds it."""
@@ -125,6 +123,7 @@ class TreeMerge(Exchange):
                 padding_bytes=padding_of(message, offer),
                 to=rank - reach if sends else None,
                 source=rank + reach if receives else None,
+                pattern=f"up {reach}",
             )
             (arrived,) = yield (request,)
             if receives:
@@ -180,6 +179,7 @@ def send_down(offer: Offer, final: Listed) -> Program[Listed]:
             padding_bytes=padding_of(message, offer),
             to=rank + reach if sends else None,
             source=rank - reach if receives else None,
+            pattern=f"down {reach}",
         )
         (arrived,) = yield (request,)
         if receives:

@@ -33,10 +33,10 @@ static __device__ __forceinline__ void find_bin(
 }
 
 // The pattern of the keep-th magnitude, 1 <= keep <= count, and how many exceed it. `bits_at(i)` gives the i-th magnitude, which
-// has at most `span` bits, or less than 0 if it does not count.
+// has at most `span` bits, or less than 0 if it does not count. Unless `span` is 0, `tied` is told how many equal it.
 template <class BitsAt>
 static __device__ __forceinline__ int find_pattern(
-    BitsAt bits_at, int count, int keep, int& above, Deciders& group, DecideShared& shared, int span = 31) {
+    BitsAt bits_at, int count, int keep, int& above, Deciders& group, DecideShared& shared, int span = 31, int* tied = nullptr) {
     int low = 0;
     above = 0;
     while (span) {
@@ -60,6 +60,7 @@ static __device__ __forceinline__ int find_pattern(
         find_bin(here, keep - above, found, higher, inside, group, shared.answer);
         low += found << next;
         above += higher;
+        if (tied) *tied = inside;
         span = next;
     }
     return low;
