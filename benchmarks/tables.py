@@ -66,9 +66,31 @@ def step_table(methods: Sequence[str] | None = None) -> str:
 def _cell(rows: list[Row], rate: str, method: str, model: str) -> str:
     for row in rows:
         if (row["rate"], name_row(row), row["model"]) == (rate, method, model):
-            sent = f", {row['link_bytes'] / 1e6:.0f} MB" if row["link_bytes"] > 1e5 else ""
-            return f"{row['ms']:.0f} ms ({row['ratio_no_sync']:.2f}x{sent})"
+            return _measured(row)
     return "not measured"
+
+
+def _measured(row: Row) -> str:
+    sent = f", {row['link_bytes'] / 1e6:.0f} MB" if row["link_bytes"] > 1e5 else ""
+    return f"{row['ms']:.0f} ms ({row['ratio_no_sync']:.2f}x{sent})"
+
+
+def every_method_table() -> str:
+    """All methods in one sitting, models across: milliseconds, the ratio to no communication, megabytes."""
+    rows = [
+        row for row in read_rows(ROOT / "benchmarks/results/h200_step_3") if row["status"] == OK
+    ]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    first = {name_row(row): row["ms"] for row in rows if row["model"] == models[0]}
+    names = sorted(dict.fromkeys(map(name_row, rows)), key=lambda name: first.get(name, 1e9))
+    table = [f"| method | {' | '.join(models)} |", f"|---|{'---|' * len(models)}"]
+    for name in names:
+        cells = []
+        for model in models:
+            found = [row for row in rows if (name_row(row), row["model"]) == (name, model)]
+            cells.append(_measured(found[-1]) if found else "")
+        table.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(table) + "\n"
 
 
 def local_table() -> str:
@@ -167,6 +189,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "adam": adam_table,
     "lowrank": lowrank_table,
     "step": step_table,
+    "step-methods": every_method_table,
     "step-short": lambda: step_table(SHORT),
     "local": local_table,
     "digits": digits_table,
