@@ -62,7 +62,15 @@ def test_the_largest_sums_come_by_rising_index_and_ties_go_to_the_lowest():
         (edge + 4, 2.0),
     ):
         sums[1 + index] = value
-    assert largest_sums(sums, arrived, places).tolist() == [5, 7, 9, edge, edge + 4]
+    assert largest_sums(sums, arrived, places, places).tolist() == [5, 7, 9, edge, edge + 4]
+
+
+def test_a_sum_is_sent_once_where_little_arrived():
+    places = make_places(2, [100, 50], [3, 2])
+    edge = int(places.regions.edges[1])
+    arrived = torch.tensor([[8, -1, -1, edge, -1], [-1, -1, -1, -1, -1]], dtype=torch.int32)
+    sums = torch.ones(places.regions.size + 1)
+    assert largest_sums(sums, arrived, places, places).tolist() == [8, -1, -1, edge, -1]
 
 
 def test_indices_in_a_region_rise_with_positions():

@@ -122,6 +122,19 @@ def test_slots_without_a_gradient_and_discarded_steps(kernels, values):
     compare(kernels, oktopk(values=values), change=unused, steps=4, discard=(0, 2))
 
 
+def lonely(count, gradients):
+    for rank, one in enumerate(gradients):
+        for number, gradient in enumerate(one.values()):
+            if rank != (number + count) % len(gradients):
+                gradient.zero_()
+
+
+@pytest.mark.parametrize("world", [2, slow(5)])
+def test_slots_that_one_rank_has_a_gradient_for(kernels, world):
+    """Little arrives at their owners, less than there are places."""
+    compare(kernels, oktopk(), change=lonely, world=world)
+
+
 @pytest.mark.parametrize(
     ("dtype", "values"), [(torch.bfloat16, "bf16"), slow(torch.float16, "fp32")]
 )

@@ -55,6 +55,8 @@ class Places:
         self.lowest = regions.edges[self.slots].to(INDEX_DTYPE)
         """By place: the smallest index that may be in it, and the largest."""
         self.highest = (regions.edges[self.slots + 1] - 1).to(INDEX_DTYPE)
+        self.behind = 2 * regions.edges[self.slots + 1] - 1
+        """By place: what sorts an empty one behind its slot's last index and before the next slot's first, if indices are doubled."""
         self.owners = torch.arange(world, device=device)[:, None]
         firsts = (torch.arange(world)[:, None] * self.total + starts).view(-1)
         nowhere = torch.zeros(1, dtype=torch.int64)
@@ -141,24 +143,21 @@ def largest_by_slot(
     return chosen, (keys[at] >> 32 == slots) & present[chosen]
 
 
-def largest_sums(sums: Tensor, indices: Tensor, back: Places) -> Tensor:
+def largest_sums(sums: Tensor, indices: Tensor, places: Places, back: Places) -> Tensor:
     """int32 [places of `back`]: the largest sums of every slot where something arrived, ties to the lowest index; by rising
     index, empty places last.
 
     `sums` has the dump of empty places first, `indices` [world, places] are all that arrived. A sum may be exactly zero and still
     be one.
     """
-    edges = back.regions.edges
-    found = indices.reshape(-1).sort().values
-    new = found >= 0
-    new[1:] &= found[1:] != found[:-1]
-    slot = torch.bucketize(found, edges[1:], right=True)
-    chosen, inside = largest_by_slot(sums[found.long() + 1], new, slot, back.slots, back.turns)
-    # Indices rise with their slots. What is empty comes behind its slot's last index and before the next slot's first.
-    keys = (
-        torch.where(inside, 2 * found[chosen].long(), 2 * edges[back.slots + 1] - 1).sort().values
-    )
-    return torch.where(keys % 2 == 0, keys // 2, NO_ENTRY).to(INDEX_DTYPE)
+    keys = torch.where(indices >= 0, 2 * indices.long(), places.behind).view(-1).sort().values
+    new = keys % 2 == 0
+    new[1:] &= keys[1:] != keys[:-1]
+    found = keys >> 1
+    slot = torch.bucketize(found, back.regions.edges[1:], right=True)
+    chosen, inside = largest_by_slot(sums[found + 1], new, slot, back.slots, back.turns)
+    keys = torch.where(inside, 2 * found[chosen], back.behind).sort().values
+    return torch.where(keys % 2 == 0, keys >> 1, NO_ENTRY).to(INDEX_DTYPE)
 
 
 @dataclass(frozen=True, eq=False)

@@ -231,7 +231,7 @@ class SplitStep:
     ) -> Program[tuple[Tensor, Tensor, Tensor]]:
         """(mean of the winners, mask of their positions, whether one is not finite); an owner banks what rounding its sums lost."""
         places = self.places
-        fit = largest_sums(sums, indices, places)
+        fit = largest_sums(sums, indices, places, places)
         # Empty places read the dump, which is zero.
         exact = sums[fit.long() + 1]
         rounded = to_wire(exact, self.wire)
@@ -286,7 +286,7 @@ class SplitStep:
     ) -> Program[Outcome]:
         """Gather all owners' winners; every rank's whole compensated gradient there is added."""
         places, shares = self.shares()
-        fit = largest_sums(sums, indices, places)
+        fit = largest_sums(sums, indices, self.places, places)
         fit = torch.where(places.turns < (used * shares)[places.slots], fit, NO_ENTRY)
         empty = (fit < 0).sum() * INDEX_BYTES
         (gathered,) = yield (Gather(fit, f"{self.phase}/places", padding_bytes=empty),)
