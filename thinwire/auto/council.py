@@ -27,7 +27,10 @@ class Council:
     ) -> None:
         self.place = place
         self._groups = [*beside, group]
-        self._leads = all(dist.get_rank(one) == 0 for one in self._groups)
+        self.leads = all(dist.get_rank(one) == 0 for one in self._groups)
+        """Whether this rank decides for all, and speaks for them."""
+        self.shards = [dist.get_world_size(one) for one in beside]
+        """Ranks of each of the groups beside."""
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Of each value the largest that any rank brings: the slowest worker and the slowest link decide."""
@@ -40,7 +43,7 @@ class Council:
     def decide(self, make: Callable[[], str]) -> str:
         """What rank 0 makes, on every rank; if it cannot, all of them fail."""
         mine, error = b"", None
-        if self._leads:
+        if self.leads:
             try:
                 mine = MADE + make().encode()
             except Exception as raised:

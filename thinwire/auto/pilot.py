@@ -190,7 +190,7 @@ class Pilot:
 
     def _save_profile(self, profile: Profile) -> None:
         path = os.environ.get(PROFILE_VARIABLE)
-        if path and self._council.place.rank == 0:
+        if path and self._council.leads:
             profile.save(Path(path))
 
     # -- trying --------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Pilot:
 
     def _note(self, step: int, what: str) -> None:
         self.history.append((step, what))
-        if self._council.place.rank == 0:
+        if self._council.leads:
             logger.info("step %d: %s", step, what)
 
     # -- telling and saving --------------------------------------------------------------------------------------
@@ -295,9 +295,10 @@ class Pilot:
 
     def _key(self) -> str:
         """What a decision is void without."""
-        shapes = [(info.name, info.shape) for info in self._reducer.parameters.values()]
-        place = self._council.place
-        facts = (place.world, self._reducer.device.type, sorted(self.candidates), shapes)
+        # The same on all shards, which may have parts of unequal size: a distributed checkpoint keeps one decision for them.
+        shapes = [(info.name, info.full_shape) for info in self._reducer.parameters.values()]
+        world, kind = self._council.place.world, self._reducer.device.type
+        facts = (world, kind, sorted(self.candidates), shapes, *self._council.shards)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def state(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,16 @@ from thinwire.plan.policy import Rule
 if TYPE_CHECKING:
     from thinwire.handle import Handle
 
+logger = logging.getLogger(__name__)
+
 NOT_MEASURED = (
     "Nothing has been measured yet: call handle.measure() on every rank at the same step, train on for a dozen steps, and ask "
     "again."
+)
+
+FORGOTTEN = (
+    "The state has a decision of tw.Auto(), but nothing of what was held back under it: a distributed load reads only what a handle "
+    "has room for, and a new one is dense. handle.load_checkpoint(path) reads both."
 )
 
 
@@ -251,6 +259,8 @@ class Steering:
         """The reducer is about to load its state out of this content."""
         if self.pilot is not None and "auto" in content:
             self.pilot.load(content["auto"])
+            if not self._method.is_dense and not any(content["memory"].values()):
+                logger.warning(FORGOTTEN)
         if self._takeover is not None:
             self._takeover.before_load(self._handle, content.get("takeover", {}))
 

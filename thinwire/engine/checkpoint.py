@@ -6,6 +6,7 @@
         "steps": {name: exchanges of this parameter},
         "memory": {store: {name: tensor}},
         "selection": {name: {what selection, exchange or low rank have learned}},
+        "auto": what a method that chooses for itself has decided,        only where there is one
         "shards": {name: which part of the parameter it is}}}}    only where parameters are sharded
 
 Version 1 is the same without shards. Plain tensors and numbers only, so that `torch.load(weights_only=True)` reads it; keys carry the rank, because
@@ -232,8 +233,8 @@ def _read_numbers(
         if not key.startswith(head):
             continue
         tail = key[len(head) :]
-        if tail == "step":
-            content["step"] = fetch({key: 0})[key]
+        if tail in ("step", "auto"):
+            content[tail] = fetch({key: 0})[key]
         elif tail.startswith("steps."):
             content["steps"][tail.removeprefix("steps.")] = fetch({key: 0})[key]
         elif tail.startswith(selection):
