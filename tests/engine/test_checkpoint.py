@@ -145,8 +145,8 @@ METHODS = {
 }
 
 
-CHANGED_SINCE = {"oktopk"}
-"""Few entries are filled by magnitude now, so that what comes after the state is another choice."""
+CHANGED_SINCE = {"oktopk", "randomk"}
+"""What comes after the state is another choice now: OkTopK fills few entries by magnitude, RandomK draws places by hashes."""
 
 
 @pytest.mark.parametrize("name", VERSION_1)
