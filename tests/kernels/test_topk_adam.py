@@ -114,9 +114,12 @@ def test_rows_that_many_blocks_share(kernels, case):
     compare(kernels, scaled("whole", memory, density=density), shapes=shapes, steps=4)
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("memory", ["limited", "refreshed, limited"])
-def test_a_few_long_columns(kernels, memory):
-    kernels.tune(few_columns_elements=20_000, block_candidates=64)
+def test_a_few_long_columns(kernels, memory, shared):
+    """Of one block each, or of many."""
+    if shared:
+        kernels.tune(few_columns_elements=20_000, block_candidates=64)
     shapes = {"tall": (9000, 3), "crowded": (4000, 20)}
     compare(kernels, scaled("columns", memory, density=0.05), shapes=shapes)
 
@@ -211,15 +214,15 @@ def test_weights_that_are_infinite(kernels, name):
     compare(kernels, scaled(name, "frozen"), change=change)
 
 
-@pytest.mark.parametrize("memory", ["limited", "refreshed, limited"])
+@pytest.mark.parametrize(("memory", "scaled_at"), [("limited", 7), ("refreshed, limited", 6)])
 @pytest.mark.parametrize("name", ["whole", "rows", "columns"])
-def test_what_overflows(kernels, name, memory):
+def test_what_overflows(kernels, name, memory, scaled_at):
     """First c, in more places than are sent, then the momentum in the units of another loss scale, then nothing any more."""
     now = [1.0]
 
     def change(count, gradients):
-        now[0] = 1e20 if count >= 7 else 1.0
-        for one in gradients if 1 <= count < 7 else []:
+        now[0] = 1e20 if count >= scaled_at else 1.0
+        for one in gradients if 1 <= count < scaled_at else []:
             one["row"].fill_(3e38)
             one["odd"].mul_(1e-42)
 

@@ -228,7 +228,7 @@ class Codec:
     def raise_non_finite(self, payload: Tensor, flag: Tensor) -> None:
         """Have a payload's header tell of something that is not finite if a flag (bool []) is up."""
         words = payload[: 4 * self.header_words].view(torch.int32)
-        words[FLAGS_WORD] |= flag.to(torch.int32) * NON_FINITE
+        words[FLAGS_WORD].bitwise_or_(flag.to(torch.int32) * NON_FINITE)
 
     def decode(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """(flat positions, values) of one rank's payload; what `encode` cannot have written is refused."""
