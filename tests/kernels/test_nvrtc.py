@@ -23,6 +23,7 @@ from thinwire.kernels.cuda import (
     multi_block_rows,
     restore,
     row_select,
+    second_moment,
 )
 from thinwire.kernels.cuda import rows as streamed_rows
 from thinwire.kernels.cuda.binaries import OPTIONS
@@ -132,6 +133,7 @@ CASES: dict[str, Case] = {
     "rows selected": ("select_rows.cu", row_select.DEFINES),
     "dense": ("dense.cu", (*PLAIN, *dense.STRETCH_DEFINES)),
     "restore": ("restore.cu", restore.DEFINES),
+    "second moment": ("second_moment.cu", second_moment.DEFINES),
     **{
         f"quantised, {bits} bits in {block}, {dtype}": ("quantize.cu", quantise(bits, block, dtype))
         for bits, block, dtype in (
