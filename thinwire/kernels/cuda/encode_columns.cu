@@ -257,7 +257,8 @@ static __device__ __forceinline__ Note send_whole(
     const auto weigh = weights_of(row, correction);
     const Elements from = fetch_whole(held, weigh, row, group, room);
     const int pattern = choose_whole(
-        row.length, row.keep, __float_as_int(before), group, [&](int i) { return SCALED && from.values == held ? weigh(from.at(i), i) : from.at(i); },
+        row.length, row.keep, __float_as_int(before), group,
+        [&](int i) { return SCALED && from.values == held ? weigh(from.at(i), i) : from.at(i); },
         [&](float c, int i, int place) {
             held[(i64)i * row.stride] = correction.send(c, i, place, row, columns.payload, bad);
         });
