@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from tests.kernels import test_topk_adam as topk
 from tests.kernels.test_quantize_adam import MEMORIES, compare, scaled, spoiled
 
 pytestmark = [
@@ -57,6 +58,32 @@ def test_bad_and_discarded_steps_and_slots_without_a_gradient(kernels, restorabl
     compare(kernels, scaled(1), steps=5, shapes=shapes, device="cuda", **changes)
 
 
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("name", ["whole", "rows", "columns"])
+def test_top_k_has_the_bits_of_torch(kernels, name: str, memory: str) -> None:
+    topk.compare(kernels, topk.scaled(name, memory), shapes=SHAPES, steps=4, device="cuda")
+
+
+@pytest.mark.parametrize("density", [0.001, 0.2])
+def test_top_k_of_other_densities(kernels, density: float) -> None:
+    for name in ("whole", "rows", "columns"):
+        method = topk.scaled(name, density=density)
+        topk.compare(kernels, method, shapes=SHAPES, steps=4, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_top_k_of_narrow_gradients(kernels, dtype: torch.dtype) -> None:
+    topk.compare(kernels, topk.scaled("whole"), shapes=SHAPES, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("restorable", [False, True])
+@pytest.mark.parametrize("name", ["whole", "rows", "columns"])
+def test_bad_and_discarded_steps_of_top_k(kernels, name: str, restorable: bool) -> None:
+    changes = {"change": spoiled, "discard": (3,), "restorable": restorable}
+    shapes = {"row": (300, 128), "long": (9, 1031), "odd": (5, 7), "conv": (6, 3, 3, 3)}
+    topk.compare(kernels, topk.scaled(name), steps=5, shapes=shapes, device="cuda", **changes)
+
+
 def train(
     method: tw.AdamScale, device: str, *, capturable: bool = False, graph: bool = False
 ) -> list[torch.Tensor]:
@@ -75,7 +102,7 @@ def train(
         optimizer.step()
     plan = simulation.plan()
     assert not plan["0.weight"].dense
-    if device == "cuda" and isinstance(method.method, tw.Quantized):
+    if device == "cuda":
         assert plan.backends["0.weight"].startswith("CUDA kernels")
     return [p.detach().cpu() for p in model.parameters()]
 

@@ -24,6 +24,7 @@ from thinwire.kernels.cuda import (
     multi_block_rows,
     restore,
     row_select,
+    second_moment,
     signs,
 )
 from thinwire.kernels.cuda import rows as streamed_rows
@@ -32,10 +33,10 @@ from thinwire.kernels.cuda.bucket import bucket_defines
 from thinwire.kernels.cuda.entries import entries_defines
 from thinwire.kernels.cuda.fused_estimate import MEASURE_DEFINES
 from thinwire.kernels.cuda.fused_threshold import DECODE_DEFINES, ENCODE_DEFINES
-from thinwire.kernels.cuda.fused_topk import SETTLE_DEFINES, Correction
+from thinwire.kernels.cuda.fused_topk import SETTLE_DEFINES, Correction, ScaledStep
 from thinwire.kernels.cuda.pack import pack_defines
 from thinwire.kernels.cuda.prepared import payload_defines
-from thinwire.kernels.cuda.quantize import quantize_defines
+from thinwire.kernels.cuda.quantize import Scaling, quantize_defines
 from thinwire.kernels.cuda.register_rows import SHORT_ROWS, RegisterRows, shape_bit
 from thinwire.kernels.cuda.source import SOURCES, Defines, source_of
 from thinwire.kernels.cuda.split import split_defines
@@ -48,6 +49,8 @@ PLAIN = payload_defines(torch.bfloat16, torch.float32, packed=False)
 MOMENTUM = (*PLAIN, *Correction(0.9, nesterov=False, masking=True).defines)
 NESTEROV = (*PLAIN, *Correction(0.9, nesterov=True, masking=False).defines)
 NARROW = payload_defines(torch.float16, torch.bfloat16, packed=True)
+SCALED = (*PLAIN, *ScaledStep(Scaling(0.9, 1e-8)).defines)
+COLLECTED = (*PLAIN, *ScaledStep(Scaling(0.9, 1e-8), collected=True).defines)
 NOTES = (*PLAIN, ("NOTE_WORDS", 1))
 Case = tuple[str, Defines]
 
@@ -74,6 +77,13 @@ CASES: dict[str, Case] = {
     "rows of 1024": rows(PLAIN, (1, 32)),
     "rows of 1024 and 4096": rows(PLAIN, (1, 32), (4, 32)),
     "rows of 1024 and 4096, momentum": rows(MOMENTUM, (1, 32), (4, 32)),
+    "rows of 1024 and 4096, in a scale": rows(SCALED, (1, 32), (4, 32)),
+    "rows of 1024 and 4096, in a refreshed scale": rows(COLLECTED, (1, 32), (4, 32)),
+    "rows of 64 to 4608, in a scale": rows(
+        SCALED, (1, 4), (1, 8), (1, 20), (1, 36), (4, 20), (4, 36)
+    ),
+    "rows of 10240, in a scale": rows(SCALED, (8, 40)),
+    "rows of 32768, in a scale": rows(SCALED, (16, 64)),
     "rows of 1024 and 4096, packed": rows(NARROW, (1, 32), (4, 32)),
     "rows of 64 to 4608": rows(PLAIN, (1, 4), (1, 8), (1, 20), (1, 36), (4, 20), (4, 36)),
     "rows of 10240": rows(PLAIN, (8, 40)),
@@ -81,9 +91,16 @@ CASES: dict[str, Case] = {
     "columns": ("encode_columns.cu", (*PLAIN, *columns.DEFINES)),
     "columns, momentum": ("encode_columns.cu", (*MOMENTUM, *columns.DEFINES)),
     "columns, Nesterov": ("encode_columns.cu", (*NESTEROV, *columns.DEFINES)),
+    "columns, in a scale": ("encode_columns.cu", (*SCALED, *columns.DEFINES)),
+    "columns, in a refreshed scale": ("encode_columns.cu", (*COLLECTED, *columns.DEFINES)),
     "columns, packed": ("encode_columns.cu", (*NARROW, *columns.DEFINES)),
     "few of a row": ("stream_rows.cu", (*PLAIN, *streamed_rows.DEFINES)),
     "few of a row, momentum": ("stream_rows.cu", (*MOMENTUM, *streamed_rows.DEFINES)),
+    "few of a row, in a scale": ("stream_rows.cu", (*SCALED, *streamed_rows.DEFINES)),
+    "few of a row, in a refreshed scale": (
+        "stream_rows.cu",
+        (*COLLECTED, *streamed_rows.DEFINES),
+    ),
     "few of a row, packed": ("stream_rows.cu", (*NARROW, *streamed_rows.DEFINES)),
     "multi-block rows": ("encode_multi_block_rows.cu", (*PLAIN, *multi_block_rows.DEFINES)),
     "multi-block rows, momentum": (
@@ -94,9 +111,21 @@ CASES: dict[str, Case] = {
         "encode_multi_block_rows.cu",
         (*NESTEROV, *multi_block_rows.DEFINES),
     ),
+    "multi-block rows, in a scale": (
+        "encode_multi_block_rows.cu",
+        (*SCALED, *multi_block_rows.DEFINES),
+    ),
+    "multi-block rows, in a refreshed scale": (
+        "encode_multi_block_rows.cu",
+        (*COLLECTED, *multi_block_rows.DEFINES),
+    ),
     "multi-block rows, decisions": (
         "decide_multi_block_rows.cu",
         (*PLAIN, *multi_block_rows.DEFINES),
+    ),
+    "multi-block rows, decisions in a scale": (
+        "decide_multi_block_rows.cu",
+        (*SCALED, *multi_block_rows.DEFINES),
     ),
     "thresholds": ("encode_threshold.cu", (*NOTES, *ENCODE_DEFINES)),
     "measures": ("measure.cu", (*PLAIN, *MEASURE_DEFINES)),
@@ -105,6 +134,7 @@ CASES: dict[str, Case] = {
     "decode packed": ("decode.cu", (*NARROW, *decode_parts.DEFINES, *dense.STRETCH_DEFINES)),
     "decode counted": ("decode_counted.cu", (*NOTES, *DECODE_DEFINES)),
     "settle": ("settle.cu", (*MOMENTUM, *SETTLE_DEFINES)),
+    "settle, in a scale": ("settle.cu", (*SCALED, *SETTLE_DEFINES)),
     "bucket": ("bucket.cu", bucket_defines(torch.float32)),
     "bf16 bucket": ("bucket.cu", bucket_defines(torch.bfloat16)),
     "rows selected": ("select_rows.cu", row_select.DEFINES),
@@ -112,6 +142,7 @@ CASES: dict[str, Case] = {
     "dense": ("dense.cu", (*PLAIN, *dense.STRETCH_DEFINES)),
     "signs": ("signs.cu", signs.DEFINES),
     "restore": ("restore.cu", restore.DEFINES),
+    "second moment": ("second_moment.cu", second_moment.DEFINES),
     **{
         f"quantised, {bits} bits in {block}, {dtype}": ("quantize.cu", quantise(bits, block, dtype))
         for bits, block, dtype in (

@@ -51,6 +51,10 @@ class MeanGradient:
             self._mean, self.objection = choose_mean(sum_)
             self.bits = quantizer.bits_per_element(BLOCK)
 
+    @property
+    def due(self) -> bool:
+        return self._refresh is not None
+
     def add_bytes(self, slot_bytes: Sequence[float]) -> list[float]:
         """Bytes of every slot with those of the refresh."""
         world = self._place.world

@@ -23,6 +23,8 @@ from torch import Tensor
 from thinwire.described import Described
 from thinwire.errors import UsageError
 from thinwire.kernels.cuda.quantize import Scaling
+from thinwire.kernels.cuda.second_moment import learn_moments
+from thinwire.kernels.cuda.toolchain import has_kernels
 from thinwire.layout import Group
 from thinwire.memory.account import Account
 from thinwire.memory.base import SCALED, Memory, MemoryState
@@ -167,13 +169,13 @@ class AdamState(MemoryState):
         assert refresh is not None
         kept = self.kept(refresh, self._behind(counts) // refresh.every)
         held, now, _ = self.stores[SECOND_MOMENT].bind(group).begin(None)
-        fresh = torch.addcmul(held * kept, mean, mean, value=1 - kept)
-        fresh = torch.where(fresh.isfinite(), fresh, held)
-        for slot in group.slots:
-            piece, old = slot.span(fresh), slot.span(held)
-            raised = raise_to_floor(piece, self.setting.floor)
-            piece.copy_(torch.where(slot.span(mean).any(), raised, old))
-        now.copy_(fresh)
+        if held.dtype == torch.float32 and has_kernels(group.device):
+            learned = learn_moments(group, held, now, mean, kept)
+        else:
+            learned = learn_in_torch(group, held, now, mean, kept)
+        for slot, had in zip(group.slots, learned, strict=True) if self.setting.floor else ():
+            piece = slot.span(now)
+            piece.copy_(torch.where(had, raise_to_floor(piece, self.setting.floor), piece))
 
     def kept(self, refresh: Refresh, number: int) -> float:
         """a: the weight of what v was, in the refresh of that number, counted from 0."""
@@ -181,6 +183,17 @@ class AdamState(MemoryState):
         start = beta2 ** (self.adam.learned + number * refresh.steps)
         kept = beta2**refresh.steps
         return kept * (1 - start) / (1 - kept * start)
+
+
+def learn_in_torch(group: Group, held: Tensor, now: Tensor, mean: Tensor, kept: float) -> Tensor:
+    """What `learn_moments` does by kernels."""
+    learned = torch.stack([span.any() for span in group.spans(mean)])
+    fresh = torch.add(held * kept, mean.square(), alpha=1 - kept)
+    fresh = torch.where(fresh.isfinite(), fresh, held)
+    for had, piece, old in zip(learned, group.spans(fresh), group.spans(held), strict=True):
+        piece.copy_(torch.where(had, piece, old))
+    now.copy_(fresh)
+    return learned
 
 
 def nearest_root(v: Tensor) -> Tensor:

@@ -225,6 +225,11 @@ class Codec:
         had = self._slot_words(words)[:, HAD_WORD].bool()
         return Flags((words[FLAGS_WORD] & NON_FINITE).bool(), had)
 
+    def raise_non_finite(self, payload: Tensor, flag: Tensor) -> None:
+        """Have a payload's header tell of something that is not finite if a flag (bool []) is up."""
+        words = payload[: 4 * self.header_words].view(torch.int32)
+        words[FLAGS_WORD].bitwise_or_(flag.to(torch.int32) * NON_FINITE)
+
     def decode(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """(flat positions, values) of one rank's payload; what `encode` cannot have written is refused."""
         if payload.numel() != self.nbytes:

@@ -106,17 +106,22 @@ static __device__ __forceinline__ int list_candidates(const u32* words, const Ro
 
 // -- the choice -------------------------------------------------------------------------------------------------------
 
-// Choose among the candidates, EACH of which a lane has in registers. The list gets the chosen ones. Returns the pattern of the
+// Choose among the candidates, EACH of which a lane has in registers; `weigh(c, i)` is what is compared of the column's
+// i-th element. The list gets the chosen ones. Returns the pattern of the
 // smallest.
-template <int EACH, int WARPS>
+template <int EACH, int WARPS, class Weigh>
 static __device__ __forceinline__ int choose(
-    const float* held, const Row& row, int listed, float cut, int guess, WarpGroup<WARPS>& group, const Candidates& list) {
+    const float* held, const Weigh& weigh, const Row& row, int listed, float cut, int guess, WarpGroup<WARPS>& group,
+    const Candidates& list) {
     // Warp w owns the w-th part, so that order is settled inside a warp and by one prefix over the warps.
     const int part = WARPS == 1 ? listed : (listed + 32 * WARPS - 1) / (32 * WARPS) * 32, begin = group.warp * part;
     const int first = begin + (threadIdx.x & 31), end = min(begin + part, listed);
     float c[EACH];
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) c[i] = held[(i64)list.places[min(first + 32 * i, listed - 1)] * row.stride];
+    for (int i = 0; i < EACH; ++i) {
+        const int number = list.places[min(first + 32 * i, listed - 1)];
+        c[i] = weigh(held[(i64)number * row.stride], number);
+    }
 #pragma unroll
     for (int i = 0; i < EACH; ++i) c[i] = first + 32 * i < end ? c[i] : NO_ELEMENT;
     const auto count = [&](int pattern) {
@@ -155,12 +160,13 @@ static __device__ __forceinline__ int choose(
     return found.low;
 }
 
-template <int WARPS>
+template <int WARPS, class Weigh>
 static __device__ __forceinline__ int choose_candidates(
-    const float* held, const Row& row, int listed, float cut, int guess, WarpGroup<WARPS>& group, const Candidates& list) {
-    if (WARPS == 1 && listed <= 64) return choose<2>(held, row, listed, cut, guess, group, list);
-    if (listed <= 128 * WARPS) return choose<4>(held, row, listed, cut, guess, group, list);
-    return choose<16>(held, row, listed, cut, guess, group, list);
+    const float* held, const Weigh& weigh, const Row& row, int listed, float cut, int guess, WarpGroup<WARPS>& group,
+    const Candidates& list) {
+    if (WARPS == 1 && listed <= 64) return choose<2>(held, weigh, row, listed, cut, guess, group, list);
+    if (listed <= 128 * WARPS) return choose<4>(held, weigh, row, listed, cut, guess, group, list);
+    return choose<16>(held, weigh, row, listed, cut, guess, group, list);
 }
 
 // -- all elements -----------------------------------------------------------------------------------------------------
@@ -172,13 +178,18 @@ struct Elements {
     __device__ __forceinline__ float at(int i) const { return values[i * step]; }
 };
 
-// The elements of a column, in shared memory if they fit the `room` of 2 x BLOCK_LIST.
-static __device__ __forceinline__ Elements fetch_whole(const float* held, const Row& row, const WarpGroup<GROUP>& group, float* room) {
+// What is compared of a column's elements, in shared memory, if that fits the `room` of 2 x BLOCK_LIST; otherwise the column as it is.
+template <class Weigh>
+static __device__ __forceinline__ Elements fetch_whole(
+    const float* held, const Weigh& weigh, const Row& row, const WarpGroup<GROUP>& group, float* room) {
     if (row.length > 2 * BLOCK_LIST) return {held, row.stride};
     for (int start = group.member(); start < row.length; start += BATCH * 32 * GROUP) {
         float some[BATCH];
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) some[i] = held[(i64)min(start + i * 32 * GROUP, row.length - 1) * row.stride];
+        for (int i = 0; i < BATCH; ++i) {
+            const int number = min(start + i * 32 * GROUP, row.length - 1);
+            some[i] = weigh(held[(i64)number * row.stride], number);
+        }
 #pragma unroll
         for (int i = 0; i < BATCH; ++i)
             if (start + i * 32 * GROUP < row.length) room[start + i * 32 * GROUP] = some[i];

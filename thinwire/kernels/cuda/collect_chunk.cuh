@@ -34,7 +34,7 @@ static __device__ __forceinline__ void compensate_part(
     const float* past = before + place;
     float* held = memory + place;
     if (VECTOR) {
-        float4 old[QUADS], last[QUADS];
+        float4 old[QUADS], last[QUADS], moments[QUADS];
         Quad fresh[QUADS];
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) {
@@ -43,6 +43,7 @@ static __device__ __forceinline__ void compensate_part(
             old[i] = *reinterpret_cast<const float4*>(past + j);
             fresh[i] = *reinterpret_cast<const Quad*>(gradient + j);
             last[i] = correction.get_quad(place + j);
+            moments[i] = correction.get_moment_quad(place + j);
         }
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) {
@@ -57,19 +58,24 @@ static __device__ __forceinline__ void compensate_part(
                 reinterpret_cast<float4*>(held)[32 * i + lane] = make_float4(mine[0], mine[1], mine[2], mine[3]);
                 correction.put_quad(place + j, last[i]);
             }
+#if SCALED
+            const float4 weights = correction.weigh_quad(make_float4(mine[0], mine[1], mine[2], mine[3]), moments[i]);
+            mine[0] = weights.x, mine[1] = weights.y, mine[2] = weights.z, mine[3] = weights.w;
+#endif
         }
         return;
     }
 #pragma unroll
     for (int base = 0; base < PER_LANE; base += BATCH) {
         Gradient fresh[BATCH];
-        float last[BATCH];
+        float last[BATCH], moments[BATCH];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
             const i64 at = (i64)min(32 * (base + b) + lane, left - 1) * stride;
             c[base + b] = past[at];
             fresh[b] = gradient[at];
             last[b] = correction.get(place + at);
+            moments[b] = correction.get_moment(place + at);
         }
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
@@ -79,7 +85,7 @@ static __device__ __forceinline__ void compensate_part(
                 held[(i64)j * stride] = now;
                 correction.put(place + (i64)j * stride, last[b]);
             }
-            c[base + b] = now;
+            c[base + b] = correction.weigh(now, moments[b]);
         }
     }
 }
@@ -234,7 +240,8 @@ static __device__ __forceinline__ void send_chunk(
 #pragma unroll
         for (int b = 0; b < LIST_BATCH; ++b) {
             const int i = min(base + 32 * b + lane, end - 1);
-            c[b] = walks ? held[(i64)i * row.stride] : values[i];
+            const i64 step = (i64)i * row.stride;
+            c[b] = walks ? correction.weigh_held(held[step], chunk.memory + step) : values[i];
             at[b] = walks ? i : places[i];
         }
 #pragma unroll

@@ -1,5 +1,6 @@
 // The second step of encode_multi_block_rows.cu: which candidates are sent, and where they go in the payload.
 
+#include "momentum.cuh"
 #include "place_chunks.cuh"
 #include "multi_block_rows.cuh"
 
@@ -58,12 +59,16 @@ static __device__ __forceinline__ Verdict judge(
 
 // A warp lists what reaches `low` in a chunk.
 static __device__ __forceinline__ void collect_again(
-    const float* memory, const Chunk chunk, int low, RowState& state, Section& section, const Lists& lists) {
+    const float* memory, const Chunk chunk, int low, RowState& state, Section& section, const Lists& lists,
+    const Momentum& correction) {
     const int lane = threadIdx.x & 31;
-    const float* held = memory + chunk.memory;
+    const auto weight_at = [&](int j) {
+        const i64 at = chunk.memory + (i64)j * chunk.stride;
+        return correction.weigh_held(memory[at], at);
+    };
     int mine = 0;
 #pragma unroll 8
-    for (int j = lane; j < chunk.count; j += 32) mine += magnitude(held[(i64)j * chunk.stride]) >= low;
+    for (int j = lane; j < chunk.count; j += 32) mine += magnitude(weight_at(j)) >= low;
     section.count = warp_sum(mine);
     if (lane == 0) section.start = (int)atomicAdd(&state.relisted, (u32)section.count);
     section.start = __shfl_sync(EVERY_LANE, section.start, 0);
@@ -71,7 +76,7 @@ static __device__ __forceinline__ void collect_again(
     for (int base = lane; base - lane < chunk.count; base += 32 * BATCH) {
         float c[BATCH];
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) c[b] = held[(i64)min(base + 32 * b, chunk.count - 1) * chunk.stride];
+        for (int b = 0; b < BATCH; ++b) c[b] = weight_at(min(base + 32 * b, chunk.count - 1));
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
             const bool candidate = base + 32 * b < chunk.count && magnitude(c[b]) >= low;
@@ -142,7 +147,7 @@ static __device__ __forceinline__ int rank_edges(const Edge* edges, int count, i
 // sent.
 static __device__ __forceinline__ int find_low(
     const float* memory, const Row& row, const Chunk* chunks, const RowState& state, Section* sections, const float* values,
-    const Edge* edges, const Verdict& verdict, int& ties, Deciders& group, DecideShared& shared) {
+    const Edge* edges, const Verdict& verdict, int& ties, Deciders& group, DecideShared& shared, const Momentum& correction) {
     if (verdict.way == FEW) {
         ties = row.keep - verdict.above;
         return 0;
@@ -169,12 +174,17 @@ static __device__ __forceinline__ int find_low(
         values = slow ? memory + row.memory : values + state.list;
         sections += state.first;
         if (slow) take_all(sections, chunks + state.first, state.chunks);
+        // What is listed are weights already.
+        const auto bits_at = [=](int i) {
+            const float value = values[i * stride];
+            return magnitude(SCALED && slow ? correction.weigh_held(value, row.memory + i * stride) : value);
+        };
         const auto inside = [=](int i) {
-            const int bits = magnitude(values[i * stride]);
+            const int bits = bits_at(i);
             return bits >= first && bits <= last ? bits - first : -1;
         };
         low = first + find_pattern(inside, listed, wanted, above, group, shared, span);
-        count_all(sections, state.chunks, low, [=](int i) { return magnitude(values[i * stride]); });
+        count_all(sections, state.chunks, low, bits_at);
     }
     ties = wanted - above;
     return low;
@@ -182,9 +192,11 @@ static __device__ __forceinline__ int find_low(
 
 extern "C" __global__ __launch_bounds__(BINS) void multi_block_decide(
     const float* memory, const Row* rows, const Chunk* chunks, const ChunkGroup* groups, RowState* states, Section* sections,
-    u32* histograms, float* list_values, u16* list_places, Edge* edges, const float* ratio) {
+    u32* histograms, float* list_values, u16* list_places, Edge* edges,
+    const float* ratio MOMENTUM_PARAMETERS) {
     __shared__ DecideShared shared;
     Deciders deciders = shared.group();
+    const Momentum correction = MOMENTUM_OF_GROUP;
     const ChunkGroup mine = groups[blockIdx.x];
     const Row row = rows[mine.row];
     RowState& state = states[mine.row];
@@ -196,7 +208,7 @@ extern "C" __global__ __launch_bounds__(BINS) void multi_block_decide(
 
     if (live && verdict.way != SLOW) {
         if (verdict.way == AGAIN)
-            collect_again(memory, chunks[number], verdict.low, state, section, {list_values, list_places});
+            collect_again(memory, chunks[number], verdict.low, state, section, {list_values, list_places}, correction);
         section.place = section.count, section.ties = 0;
         if (verdict.way == FEW)
             section.ties = chunks[number].count - section.count;
@@ -208,7 +220,7 @@ extern "C" __global__ __launch_bounds__(BINS) void multi_block_decide(
 
     int ties;
     const int low = find_low(
-        memory, row, chunks, state, sections, list_values, edges, verdict, ties, deciders, shared);
+        memory, row, chunks, state, sections, list_values, edges, verdict, ties, deciders, shared, correction);
     __syncthreads();
     place_sections(sections + state.first, state.chunks, ties, deciders);
     for (int copy = 0; copy < state.copies; ++copy) counted[copy * BINS + threadIdx.x] = 0;

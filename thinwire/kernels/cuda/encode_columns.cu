@@ -17,8 +17,8 @@
 #include "candidates.cuh"
 
 #define SEND_THREADS (32 * GROUP)
-// Blocks on a multiprocessor: forty warps, because each waits for memory three times.
-#define SENDING_AT_ONCE 5
+// Blocks on a multiprocessor: forty warps, because each waits for memory three times. Weights take registers for a fifth of them.
+#define SENDING_AT_ONCE (SCALED ? 4 : 5)
 // Elements of a column that are loaded at once. With momentum each is three loads. A thread of one column has fewer than one of
 // four.
 #define ROWS_AT_ONCE(width) ((MOMENTUM ? BATCH / 2 : BATCH) * ((width) == 1 ? 2 : 1))
@@ -89,7 +89,7 @@ static __device__ __forceinline__ void collect(
     const float* old = before + mine.memory + place;
     float* held = memory + mine.memory + place;
     Gradient fresh[ROWS][WIDTH];
-    float c[ROWS][WIDTH], speed[ROWS][WIDTH];
+    float c[ROWS][WIDTH], speed[ROWS][WIDTH], moments[ROWS][WIDTH];
     const auto load = [&](int start) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -98,6 +98,7 @@ static __device__ __forceinline__ void collect(
             read<true>(gradient + at, fresh[i]);
             read<false>(old + at, c[i]);
             correction.get_some(mine.memory + place + at, speed[i]);
+            correction.get_some_moments(mine.memory + place + at, moments[i]);
         }
     };
     load(0);
@@ -112,7 +113,8 @@ static __device__ __forceinline__ void collect(
 #pragma unroll
             for (int w = 0; w < WIDTH; ++w) {
                 c[i][w] = correction.compensate(fresh[i][w], c[i][w], scale, speed[i][w], had, bad);
-                reaching[w] |= (u32)(start + i <= last && fabsf(c[i][w]) >= cut[w]) << (start + i);
+                const float weight = correction.weigh(c[i][w], moments[i][w]);
+                reaching[w] |= (u32)(start + i <= last && fabsf(weight) >= cut[w]) << (start + i);
             }
             if (start + i <= end) {
                 const i64 at = (i64)(start + i) * mine.stride;
@@ -223,6 +225,11 @@ static __device__ __forceinline__ void send_chosen(
     }
 }
 
+// What selection compares of a column's elements.
+static __device__ __forceinline__ auto weights_of(const Row& row, const Momentum& correction) {
+    return [&](float c, int i) { return correction.weigh_held(c, row.memory + (i64)i * row.stride); };
+}
+
 // One column from its candidates. Not sent if these are too few, or more than the warps list.
 template <int WARPS>
 static __device__ __forceinline__ Note send_candidates(
@@ -235,7 +242,8 @@ static __device__ __forceinline__ Note send_candidates(
     if (listed < row.keep || listed > WARPS * WARP_LIST) return {NOT_SENT};
     const float cut = last_cut * columns.scale, before = last * columns.scale;
     const float* held = columns.memory + row.memory;
-    const int pattern = choose_candidates(held, row, listed, cut, __float_as_int(before), group, list);
+    const int pattern =
+        choose_candidates(held, weights_of(row, correction), row, listed, cut, __float_as_int(before), group, list);
     send_chosen(row, group, list, columns.memory, columns.payload, correction, bad);
     return {listed, pattern, before, cut};
 }
@@ -246,9 +254,11 @@ static __device__ __forceinline__ Note send_whole(
     const Row& row = column.row;
     const float before = __int_as_float(columns.guesses[column.number]) * columns.scale;
     float* held = columns.memory + row.memory;
-    const Elements from = fetch_whole(held, row, group, room);
+    const auto weigh = weights_of(row, correction);
+    const Elements from = fetch_whole(held, weigh, row, group, room);
     const int pattern = choose_whole(
-        row.length, row.keep, __float_as_int(before), group, [&](int i) { return from.at(i); },
+        row.length, row.keep, __float_as_int(before), group,
+        [&](int i) { return SCALED && from.values == held ? weigh(from.at(i), i) : from.at(i); },
         [&](float c, int i, int place) {
             held[(i64)i * row.stride] = correction.send(c, i, place, row, columns.payload, bad);
         });

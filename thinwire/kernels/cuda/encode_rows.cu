@@ -5,7 +5,8 @@
 //  1. c = residual + gradient, or as momentum.cuh says. The residual is read from `before`, which may be `memory` itself.
 //  2. Find a pattern that `keep` magnitudes reach and fewer exceed, from that of the last call on. Most rows stop at one that exactly
 //     `keep` magnitudes reach.
-//  3. Write the chosen entries in ascending order of index, ties to the lowest, and the rest back to memory.
+//  3. Write the chosen entries in ascending order of index, ties to the lowest, and the rest back to memory. Where weights are in
+//     the registers (momentum.cuh), c went to memory in step 1 already.
 //
 // A row lies in the registers of one warp, or of all BLOCK_WARPS warps of a block. Warp w owns the w-th part of the row: order is
 // settled inside a warp and by one prefix over the warps. A lane has four neighbours at a time: its element e is at
@@ -23,8 +24,8 @@
 static_assert(LONG_SHAPES == 16, "shapes of long rows are the upper half of the bits");
 // Sixteen to twenty warps on a multiprocessor keep its memory busy and leave each thread a hundred registers.
 #define BLOCKS_AT_ONCE (BLOCK_THREADS > 256 ? 1 : (MANY_ELEMENTS ? 512 : 640) / BLOCK_THREADS)
-// Quads that are loaded at once. With momentum each is three loads, and registers are scarce.
-#define QUAD_BATCH (MOMENTUM ? BATCH / 2 : BATCH)
+// Quads that are loaded at once. With momentum each is three loads, in a scale four, and registers are scarce.
+#define QUAD_BATCH (SCALED ? BATCH / 4 : MOMENTUM ? BATCH / 2 : BATCH)
 
 // Rows of one shape that a block takes: one long row, or a short row per warp.
 struct RowBlock {
@@ -120,10 +121,14 @@ static __device__ __forceinline__ void send_row(
             int next = place + lower;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                if ((four >> i) & 1)
-                    c[4 * q + i] = correction.send(c[4 * q + i], first + (q * 32 + lane) * 4 + i, next++, row, payload, bad);
+                if ((four >> i) & 1) {
+                    const int index = first + (q * 32 + lane) * 4 + i;
+                    c[4 * q + i] = correction.send(c[4 * q + i], index, next++, row, payload, bad);
+                    if (SCALED) held[index] = c[4 * q + i];
+                }
             place += all;
         }
+        if (SCALED) continue;
         int at = first + (q * 32 + lane) * 4;
         if (quads) {
             if (at < row.length)
@@ -160,7 +165,7 @@ static __device__ __forceinline__ void encode_part(
         int any = 0, top = 0;
 #pragma unroll
         for (int start = 0; start < QUADS; start += QUAD_BATCH) {
-            float4 old[QUAD_BATCH], last[QUAD_BATCH];
+            float4 old[QUAD_BATCH], last[QUAD_BATCH], moments[QUAD_BATCH];
             Quad fresh[QUAD_BATCH];
 #pragma unroll
             for (int i = 0; i < QUAD_BATCH && start + i < QUADS; ++i) {
@@ -169,6 +174,7 @@ static __device__ __forceinline__ void encode_part(
                 old[i] = *reinterpret_cast<const float4*>(held + at);
                 fresh[i] = *reinterpret_cast<const Quad*>(gradient + at);
                 last[i] = correction.get_quad(row.memory + at);
+                moments[i] = correction.get_moment_quad(row.memory + at);
             }
 #pragma unroll
             for (int i = 0; i < QUAD_BATCH && start + i < QUADS; ++i) {
@@ -180,6 +186,12 @@ static __device__ __forceinline__ void encode_part(
                 c[e + 2] = correction.compensate(fresh[i].z, old[i].z, scale, last[i].z, had, bad);
                 c[e + 3] = correction.compensate(fresh[i].w, old[i].w, scale, last[i].w, had, bad);
                 if (at < row.length) correction.put_quad(row.memory + at, last[i]);
+#if SCALED
+                const float4 four = make_float4(c[e], c[e + 1], c[e + 2], c[e + 3]);
+                if (UPDATED && at < row.length) reinterpret_cast<float4*>(memory)[(row.memory + at) / 4] = four;
+                const float4 weights = correction.weigh_quad(four, moments[i]);
+                c[e] = weights.x, c[e + 1] = weights.y, c[e + 2] = weights.z, c[e + 3] = weights.w;
+#endif
 #else
                 c[e] = compensate_unseen(fresh[i].x, old[i].x, scale, any, top);
                 c[e + 1] = compensate_unseen(fresh[i].y, old[i].y, scale, any, top);
@@ -201,6 +213,12 @@ static __device__ __forceinline__ void encode_part(
             c[e] = at < row.length ? correction.compensate(gradient[at], held[at], scale, last, had, bad)
                                    : NO_ELEMENT;
             if (at < row.length) correction.put(row.memory + at, last);
+#if SCALED
+            if (at < row.length) {
+                if (UPDATED) memory[row.memory + at] = c[e];
+                c[e] = correction.weigh_held(c[e], row.memory + at);
+            }
+#endif
         }
     }
     send_row(c, row, guesses + number, group, memory + row.memory, row.vector, payload, correction, bad);

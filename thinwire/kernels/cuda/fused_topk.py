@@ -1,14 +1,18 @@
 """FusedTopK: exact top-k on CUDA. Memory, selection and packing are one pass; decoding the entries of all ranks is another.
 
-Reference: `Residual` or `MomentumCorrection`, `ExactTopK`, `Codec` and `AllGather`, chained by `PartsRoute`. The bits are
-the same.
+Reference: `Residual`, `MomentumCorrection` or `AdamMomentum`, `ExactTopK`, `Codec` and `AllGather`, chained by `PartsRoute`. The
+bits are the same.
+
+Bytes per element that a step has to move, beside entries: 16 (gradient, residual read and written, update), with momentum 8 more, and
+in Adam's scale another 4 (second moment). The kernels move just these: what selection compares in a scale is never stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import inf
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +37,7 @@ from thinwire.kernels.cuda.prepared import (
     USED,
     PreparedKernels,
 )
+from thinwire.kernels.cuda.quantize import LOSS_SCALE, SECOND_MOMENT, Scaling
 from thinwire.kernels.cuda.register_rows import WARP
 from thinwire.kernels.cuda.source import Defines
 from thinwire.kernels.cuda.structs import declare, i64, layout_of, pointer
@@ -54,9 +59,22 @@ PayloadRecord = declare(
 SETTLE_DEFINES: Defines = (("MOST_RECORDS", MOST_RECORDS), layout_of(PayloadRecord))
 
 
+class MomentumStep(Protocol):
+    """How momentum comes before selection, as the kernels know it (momentum.cuh)."""
+
+    @property
+    def masking(self) -> bool: ...
+
+    @property
+    def defines(self) -> Defines: ...
+
+    def parameters(self, kept: Tensor) -> list[Any]:
+        """MOMENTUM_PARAMETERS."""
+
+
 @dataclass(frozen=True)
 class Correction:
-    """Momentum correction as the kernels know it (momentum.cuh)."""
+    """Momentum correction."""
 
     momentum: float
     nesterov: bool
@@ -73,8 +91,30 @@ class Correction:
         return [before, u, kept, ratio, self.momentum]
 
 
+@dataclass(frozen=True)
+class ScaledStep:
+    """Adam's momentum, and selection in Adam's scale."""
+
+    scaling: Scaling
+    collected: bool = False
+    """Whether momentum and residual are in memory already."""
+    masking = False
+
+    @property
+    def defines(self) -> Defines:
+        kind = (("SCALED", 1), ("COLLECTED", int(self.collected)))
+        return (("MOMENTUM", 1), ("NESTEROV", 0), ("MASKING", 0), *kind)
+
+    def parameters(self, kept: Tensor) -> list[Any]:
+        """MOMENTUM_PARAMETERS."""
+        beta, eps, limit = self.scaling.beta, self.scaling.eps, self.scaling.limit
+        momentum = [*map(Varying, MOMENTUM_NAMES[:2]), kept, Varying(MOMENTUM_NAMES[2])]
+        scale = [SECOND_MOMENT, float(eps), float(inf if limit is None else limit), LOSS_SCALE]
+        return [*momentum, float(beta), float(1 - beta), *scale]
+
+
 class FusedTopK(PreparedKernels):
-    """Exact top-k, with the memory or the momentum that `correction` says.
+    """Exact top-k, with the memory or the momentum that `correction` says, perhaps in a scale.
 
     `dense_companion` is a group of float32 slots of the same bucket that travels whole. It lies before the payload in the same
     buffer and shares its launches. It is gathered with the payload, or `summed` by itself.
@@ -86,7 +126,7 @@ class FusedTopK(PreparedKernels):
         codec: Codec,
         gradient_dtype: torch.dtype,
         world: int,
-        correction: Correction | None = None,
+        correction: MomentumStep | None = None,
         dense_companion: Group | None = None,
         summed: bool = False,
     ) -> None:
@@ -220,7 +260,7 @@ class FusedTopK(PreparedKernels):
         yield launch("multi_block_collect", count, chunks.CHUNK_THREADS, read)
         decide = ("decide_multi_block_rows.cu", "multi_block_decide", defines)
         known = [MEMORY, t.rows, t.chunks, t.groups, *counted, t.edges, RATIO]
-        yield self._launch(*decide, len(t.groups), chunks.BINS, known)
+        yield self._memory_launch(*decide, len(t.groups), chunks.BINS, known)
         sent = [MEMORY, PAYLOAD, t.rows, t.chunks, t.row_states, t.sections, *lists, count]
         yield launch("multi_block_send", -(-count // ROW_WARPS), WARP * ROW_WARPS, sent)
 

@@ -21,6 +21,7 @@ from thinwire.wire.fixed import PackedCode
 ROW_WARPS = 4
 """Rows per block where one warp has a whole row, or a whole chunk of one."""
 MOMENTUM_NAMES = ("u_before", "u", "u_ratio")
+SCALE_NAMES = ("second_moment", "loss_scale")
 BUCKET, MEMORY, PAYLOAD, RATIO = map(Varying, ("bucket", "memory", "payload", "ratio"))
 BEFORE = Varying("before")
 """Memory before the step; the same buffer where it is changed in place."""
@@ -172,6 +173,10 @@ class PreparedKernels(ABC):
         """`momentum` for `encode` and `give_back` of one step: u before it, u, and what it has to be multiplied with first."""
         return [before, u, self._one if ratio is None else ratio]
 
+    def open_scale(self, second_moment: Tensor, scale: Tensor | None) -> list[Tensor]:
+        """What `momentum` has beside that in Adam's scale. `scale` is the GradScaler's."""
+        return [second_moment, self._one if scale is None else scale.float()]
+
     def joint_entry(
         self,
         memory: Tensor,
@@ -184,5 +189,5 @@ class PreparedKernels(ABC):
         return None
 
     def _add_momentum(self, values: dict[str, int], momentum: Sequence[Tensor]) -> None:
-        for name, tensor in zip(MOMENTUM_NAMES, momentum, strict=False):
+        for name, tensor in zip((*MOMENTUM_NAMES, *SCALE_NAMES), momentum, strict=False):
             values[name] = tensor.data_ptr()

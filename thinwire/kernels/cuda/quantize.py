@@ -26,6 +26,7 @@ from thinwire.kernels.cuda.prepared import (
     MOMENTUM_NAMES,
     OUT,
     RATIO,
+    SCALE_NAMES,
     STRIDE,
 )
 from thinwire.kernels.cuda.source import FLOAT_CODES, Defines
@@ -71,7 +72,7 @@ LAYOUTS: Defines = (
     layout_of(QuantRecord),
 )
 OFFER, OWN, ARRIVED, SUMS, GATHERED = map(Varying, ("offer", "own", "arrived", "sums", "gathered"))
-SECOND_MOMENT, LOSS_SCALE = map(Varying, ("second_moment", "loss_scale"))
+SECOND_MOMENT, LOSS_SCALE = map(Varying, SCALE_NAMES)
 
 
 @dataclass(frozen=True)

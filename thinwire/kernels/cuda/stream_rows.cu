@@ -17,7 +17,7 @@
 #include "search.cuh"
 
 #define BLOCK_THREADS (32 * STREAM_WARPS)
-// Fours of neighbours that a lane loads at once. With momentum each is three loads.
+// Fours of neighbours that a lane loads at once. With momentum each is three loads, in a scale four.
 #define MOST_FOURS (MOMENTUM ? 2 : 4)
 #define BLOCKS_AT_ONCE (MOMENTUM ? 6 : 8)
 static_assert(WARP_ROOM < 256, "places in a warp's list are bytes");
@@ -145,15 +145,18 @@ template <int COUNT, Fours HELD, Fours BUCKET>
 static __device__ __forceinline__ u32 compensate_some(
     const RowPart& row, int first, WarpShared& own, const Momentum& correction, int& any, bool& bad) {
     const int lane = threadIdx.x & 31;
-    float4 c[COUNT], last[COUNT];
+    float4 c[COUNT], last[COUNT], moments[COUNT];
     Quad raw[COUNT];
 #pragma unroll
     for (int q = 0; q < COUNT; ++q) {
         const int at = first + (32 * q + lane) * 4;
         c[q] = get_four<HELD, float4>(row.before, at, row.end);
         raw[q] = get_four<BUCKET, Quad>(row.gradient, at, row.end);
-#if MOMENTUM
+#if UPDATED
         last[q] = get_four<HELD, float4>(correction.before + row.memory, at, row.end);
+#endif
+#if SCALED
+        moments[q] = get_four<HELD, float4>(correction.second + row.memory, at, row.end);
 #endif
     }
     // Stays 0 if all are finite.
@@ -178,8 +181,11 @@ static __device__ __forceinline__ u32 compensate_some(
         c[q].z = correction.add(g.z, c[q].z, row.scale, last[q].z);
         c[q].w = correction.add(g.w, c[q].w, row.scale, last[q].w);
         put_four<HELD>(row.held, at, row.end, c[q]);
+#if SCALED
+        c[q] = correction.weigh_quad(c[q], moments[q]);
+#endif
         own.elements[q][lane] = c[q];
-#if MOMENTUM
+#if UPDATED
         put_four<HELD>(correction.u + row.memory, at, row.end, last[q]);
 #endif
         reaching |= reach<HELD>(c[q], row.cut, at, row.end) << (4 * q);
@@ -294,7 +300,7 @@ static __device__ __forceinline__ void encode_row(
         send_listed(own, magnitudes, listed, mine, earlier, row, group, held, payload, correction, bad);
     } else {
         const int pattern = choose_whole(
-            row.length, row.keep, guess, group, [=](int i) { return held[i]; },
+            row.length, row.keep, guess, group, [&](int i) { return correction.weigh_held(held[i], row.memory + i); },
             [&](float c, int i, int place) { held[i] = correction.send(c, i, place, row, payload, bad); });
         next = pattern ? pattern - (__float_as_int((float)row.aim) - __float_as_int((float)row.keep)) / POWER : 0;
     }
