@@ -191,6 +191,28 @@ def test_what_overflows(kernels, bits, storage):
     )
 
 
+@pytest.mark.parametrize("bits", [1, 4])
+def test_codes_that_overflow_in_the_scale(kernels, bits):
+    """c is finite, and what was sent of it is not: nothing of that returns to memory."""
+
+    def change(count, gradients):
+        for one in gradients if count == 1 else []:
+            for name, gradient in one.items():
+                one[name] = torch.where(gradient.abs() > 1, 3e38 * gradient.sign(), gradient)
+
+    compare_steps(
+        kernels,
+        scaled(bits, "frozen"),
+        ScaledKernelRoute,
+        steps=4,
+        world=2,
+        prepare=seed_second_moments,
+        stores=STORES,
+        accepted=False,
+        change=change,
+    )
+
+
 @pytest.mark.parametrize("memory", ["limited", "refreshed, limited"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_loss_scales(kernels, memory, world):

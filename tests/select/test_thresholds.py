@@ -14,7 +14,7 @@ from thinwire.errors import UsageError
 from thinwire.kernels.looks import Targets, TorchLook
 from thinwire.kernels.topk import row_topk_reference
 from thinwire.layout import RowTable
-from thinwire.select.finish import TargetRows, finish, finish_in_capacity
+from thinwire.select.finish import TargetRows, finish, finish_in_capacity, targets_of
 from thinwire.select.gaussian import GaussianThreshold
 from thinwire.select.redsync import RedSyncThreshold
 from thinwire.select.sampled import SampledThreshold
@@ -149,8 +149,11 @@ def test_sidco_adapts_its_stages_and_remembers_them():
     session = selector.session()
     slot = parameter("w", (100_000,)).slot(0)
     table = RowTable([selector.rows(slot, None)], slot.numel)
+    lists = set()
     for seed in range(20):
         session.pick(draw("gauss", slot.numel, seed), table)
+        lists.add(len(targets_of(table, torch.device("cpu"))._listed))
+    assert max(lists) <= 3, "what is made for a number of stages goes with it"
     state = session.state_dict(["w", "never seen"])
     assert state["w"]["stages"] > 1 and state["never seen"]["stages"] == 1
     restored = selector.session()

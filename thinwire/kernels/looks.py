@@ -25,6 +25,7 @@ class Targets:
         self.pairs = pairs
         self.device = device
         self._kept: dict[Hashable, Tensor] = {}
+        self._listed: dict[Hashable, tuple[list[float], Tensor]] = {}
         self.lengths = self._tensor([float(length) for length, _ in pairs])
         """float64 [slots]"""
         self.wanted = self._tensor([wanted for _, wanted in pairs])
@@ -35,8 +36,11 @@ class Targets:
         return self.keep(name, lambda: self._tensor([find(*pair) for pair in self.pairs]))
 
     def listed(self, name: Hashable, numbers: Sequence[float]) -> Tensor:
-        """These numbers as float64, int64 or bool; copied once per name."""
-        return self.keep(name, lambda: self._tensor(numbers))
+        """These numbers as float64, int64 or bool; copied only if they are others than the last ones of this name."""
+        known = self._listed.get(name)
+        if known is None or known[0] != list(numbers):
+            self._listed[name] = known = (list(numbers), self._tensor(numbers))
+        return known[1]
 
     def keep(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """What `make` returned when this name was first asked for."""

@@ -67,7 +67,7 @@ class SIDCoThreshold(ThresholdSelector):
 
     def fit(self, look: Look, stages: Sequence[int]) -> Tensor:
         """The threshold of each slot after so many `stages`, float64 [slots]."""
-        targets, plan = look.targets, tuple(stages)
+        targets = look.targets
         # Stages behind the first of slots that want less than its ratio.
         more = [
             one - 1 if wanted / length < FIRST_RATIO else 0
@@ -77,8 +77,8 @@ class SIDCoThreshold(ThresholdSelector):
             ratios_of(wanted / length, one)
             for one, (length, wanted) in zip(more, targets.pairs, strict=True)
         ]
-        first = targets.listed(("first", plan), [one for one, _ in ratios])
-        further = targets.listed(("further", plan), [one for _, one in ratios])
+        first = targets.listed("first", [one for one, _ in ratios])
+        further = targets.listed("further", [one for _, one in ratios])
         threshold = self._first(look, first)
         for stage in range(max(more)):
             tail = look.tail(threshold)
@@ -92,7 +92,7 @@ class SIDCoThreshold(ThresholdSelector):
             # With nothing above it, or all of it equal, there is nothing to fit.
             usable = (tail.count > 1) & (excess > 0) & step.isfinite()
             if min(more) <= stage:
-                usable = usable & targets.listed((stage, plan), [stage < one for one in more])
+                usable = usable & targets.listed(("has stage", stage), [stage < one for one in more])
             threshold = torch.where(usable, tail.smallest + step, threshold)
         return threshold
 

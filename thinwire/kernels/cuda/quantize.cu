@@ -340,7 +340,11 @@ extern "C" __global__ void quantize_return(IN_PLACE QuantRecords records, const 
                 scale.find_divisors(divisors);
                 SentCode::decode_block(record.offer + (i64)piece.owner * record.form.row, record.form, block, values);
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) x[i] = __fadd_rn(x[i], scale.multiply(values[i], divisors[i]));
+                for (int i = 0; i < EACH; ++i) {
+                    x[i] = __fadd_rn(x[i], scale.multiply(values[i], divisors[i]));
+                    // What a code stands for can overflow in a scale; nothing of that may stay.
+                    if (!is_finite(x[i])) x[i] = 0.0f;
+                }
             }
             store_floats(to, true, room, x);
         }
