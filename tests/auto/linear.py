@@ -132,7 +132,7 @@ class Scripted(Council):
 
     def __init__(self, council: Council, script: Sequence[tuple[Sequence[str], str]]) -> None:
         """`script` has, for every planning, the labels that are tried and the one that is kept."""
-        super().__init__(council.group, council.place)
+        super().__init__(council.groups[-1], council.place, council.groups[:-1])
         self._script = list(script)
         self._trials: Sequence[str] = ()
         self._kept = ""

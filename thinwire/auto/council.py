@@ -26,8 +26,8 @@ class Council:
         self, group: dist.ProcessGroup, place: Place, beside: Sequence[dist.ProcessGroup] = ()
     ) -> None:
         self.place = place
-        self._groups = [*beside, group]
-        self.leads = all(dist.get_rank(one) == 0 for one in self._groups)
+        self.groups = [*beside, group]
+        self.leads = all(dist.get_rank(one) == 0 for one in self.groups)
         """Whether this rank decides for all, and speaks for them."""
         self.shards = [dist.get_world_size(one) for one in beside]
         """Ranks of each of the groups beside."""
@@ -35,7 +35,7 @@ class Council:
     def largest(self, values: Sequence[float]) -> list[float]:
         """Of each value the largest that any rank brings: the slowest worker and the slowest link decide."""
         tensor = torch.tensor(list(values), dtype=torch.float64)
-        for group in self._groups if tensor.numel() else ():
+        for group in self.groups if tensor.numel() else ():
             tensor = tensor.to(device_of(group))
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
         return tensor.tolist()
@@ -50,7 +50,7 @@ class Council:
                 # The others wait for an answer, so that they get one before this rank fails.
                 mine, error = f"{type(raised).__name__}: {raised}".encode(), raised
         told = mine
-        for group in self._groups:
+        for group in self.groups:
             told = broadcast_bytes(group, told, 0)
         if error is not None:
             raise error
