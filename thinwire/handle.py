@@ -304,7 +304,10 @@ class Handle:
         self._refuse_if_closed()
         states = [state] if isinstance(state, Mapping) else list(state)
         self._load(
-            lambda: checkpoint.pick_rank(states, self.rank, self.world, on_world_change, self._form)
+            lambda: checkpoint.pick_rank(
+                states, self.rank, self.world, on_world_change, self._form
+            ),
+            on_world_change,
         )
 
     def load_checkpoint(self, path: str | Path, *, on_world_change: str | None = None) -> None:
@@ -313,13 +316,14 @@ class Handle:
         self._load(
             lambda: checkpoint.read_distributed(
                 path, self.rank, self.world, on_world_change, self._form
-            )
+            ),
+            on_world_change,
         )
 
-    def _load(self, find: Callable[[], dict[str, Any]]) -> None:
+    def _load(self, find: Callable[[], dict[str, Any]], on_world_change: str | None) -> None:
         """Load what `find` returns, if all ranks have found something of the same step."""
         content = checkpoint.find_together(self.reducer.driver, find)
-        self.steering.before_load(content)
+        self.steering.before_load(content, reset=on_world_change == "reset")
         self.reducer.load_state_dict(content)
         self.steering.after_load(content)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.contracts.adapters import ADAPTERS, make
 from tests.contracts.cluster import Cluster
 from tests.models import batches, fingerprint, make_cnn, train
+from thinwire.auto.steering import FORGOTTEN
 
 POLICY = [tw.rule("3.*", method=tw.TopK(density=0.1)), tw.rule("0.*", dense=True)]
 
@@ -243,3 +248,55 @@ def test_state_of_another_method_gives_what_it_held_back(saved, loading):
     for rank in range(2):
         assert torch.equal(target.residuals(rank)["linear"], held[rank])
     target.step(target.random(3))
+
+
+def distributed_adam_job(rank: int, world: int, folder: str) -> None:
+    """A new handle begins dense: it reads what was held back, and since when, by `load_checkpoint` alone."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, tw.Handle]:
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.Linear(64, 64))
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+        method = tw.AdamScale(method=tw.TopK(density=0.05, dense_fallback=False), start=2)
+        return ddp, optimizer, tw.attach(ddp, method, optimizer=optimizer)
+
+    def step(ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+
+    ddp, optimizer, handle = make()
+    torch.manual_seed(rank)
+    for _ in range(5):
+        step(ddp, optimizer)
+    held, state = residuals(handle), optimizer.state_dict()
+    assert held["weight"].any()
+    dcp.save({"thinwire": handle}, checkpoint_id=folder)
+    handle.close()
+    ddp, optimizer, handle = make()
+    optimizer.load_state_dict(state)
+    handle.load_checkpoint(folder)
+    assert all(torch.equal(handle.residual(name), held[name]) for name in held)
+    assert handle.state_dict()["ranks"][f"rank{rank}"]["takeover"] == {"learned": 2, "since": 2}
+    step(ddp, optimizer)
+    handle.close()
+    _, optimizer, handle = make()
+    optimizer.load_state_dict(state)
+    with catch_warnings_of("thinwire.auto.steering") as said:
+        dcp.load({"thinwire": handle}, checkpoint_id=folder)
+    assert said == [FORGOTTEN]
+    handle.close()
+
+
+@contextlib.contextmanager
+def catch_warnings_of(name: str) -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    yield said
+    logging.getLogger(name).removeHandler(handler)
+
+
+def test_a_distributed_checkpoint_in_adams_scale(pools, tmp_path):
+    pools(2).run(distributed_adam_job, str(tmp_path))

@@ -27,8 +27,8 @@ NOT_MEASURED = (
 )
 
 FORGOTTEN = (
-    "The state has a decision of tw.Auto(), but nothing of what was held back under it: a distributed load reads only what a handle "
-    "has room for, and a new one is dense. handle.load_checkpoint(path) reads both."
+    "The state has nothing of what was held back: a distributed load reads only what a handle has room for, and one that begins dense, "
+    "as with tw.Auto() and tw.AdamScale, has none. handle.load_checkpoint(path) reads all of it."
 )
 
 
@@ -255,14 +255,21 @@ class Steering:
         if self.pilot is not None:
             content["auto"] = self.pilot.state()
 
-    def before_load(self, content: dict[str, Any]) -> None:
-        """The reducer is about to load its state out of this content."""
+    def before_load(self, content: dict[str, Any], *, reset: bool) -> None:
+        """The reducer is about to load its state out of this content; with `reset` memory is left out on purpose."""
         if self.pilot is not None and "auto" in content:
             self.pilot.load(content["auto"])
-            if not self._method.is_dense and not any(content["memory"].values()):
-                logger.warning(FORGOTTEN)
         if self._takeover is not None:
             self._takeover.before_load(self._handle, content.get("takeover", {}))
+        if not reset and not any(content["memory"].values()) and self._held_back(content):
+            logger.warning(FORGOTTEN)
+
+    def _held_back(self, content: dict[str, Any]) -> bool:
+        """Whether something was held back when this content was saved, by what was decided before."""
+        if "auto" in content and not self._method.is_dense:
+            return True
+        since = content.get("takeover", {}).get("since")
+        return since is not None and int(since) < int(content.get("step", 0))
 
     def after_load(self, content: dict[str, Any]) -> None:
         if self._takeover is not None:

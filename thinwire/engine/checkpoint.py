@@ -7,6 +7,7 @@
         "memory": {store: {name: tensor}},
         "selection": {name: {what selection, exchange or low rank have learned}},
         "auto": what a method that chooses for itself has decided,        only where there is one
+        "takeover": {number: what was taken over from an optimizer},      likewise
         "shards": {name: which part of the parameter it is}}}}    only where parameters are sharded
 
 Version 1 is the same without shards. Plain tensors and numbers only, so that `torch.load(weights_only=True)` reads it; keys carry the rank, because
@@ -237,6 +238,10 @@ def _read_numbers(
             content[tail] = fetch({key: 0})[key]
         elif tail.startswith("steps."):
             content["steps"][tail.removeprefix("steps.")] = fetch({key: 0})[key]
+        elif tail.startswith("takeover."):
+            content.setdefault("takeover", {})[tail.removeprefix("takeover.")] = fetch({key: 0})[
+                key
+            ]
         elif tail.startswith(selection):
             name, _, field = tail.removeprefix(selection).rpartition(".")
             content["selection"].setdefault(name, {})[field] = fetch({key: empty(key)})[key]

@@ -92,7 +92,9 @@ class SIDCoThreshold(ThresholdSelector):
             # With nothing above it, or all of it equal, there is nothing to fit.
             usable = (tail.count > 1) & (excess > 0) & step.isfinite()
             if min(more) <= stage:
-                usable = usable & targets.listed(("has stage", stage), [stage < one for one in more])
+                usable = usable & targets.listed(
+                    ("has stage", stage), [stage < one for one in more]
+                )
             threshold = torch.where(usable, tail.smallest + step, threshold)
         return threshold
 
