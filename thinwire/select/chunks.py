@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.kernels.exact_topk import exact_topk
 from thinwire.layout import RowTable, Slot, SlotRows, keep_count, remembered
-from thinwire.select.base import Picks, Selector, picks_at, picks_of
+from thinwire.select.base import WHOLE_CHUNKS, Picks, Selector, picks_at, picks_of
 from thinwire.validate import check_density, check_positive_int
 
 
@@ -54,6 +54,7 @@ class ChunkChoice(Selector):
     chunk: int = 256
     """Elements of a chunk, at most."""
 
+    form = WHOLE_CHUNKS
     has_exact_count = False
     in_chunks = True
 
