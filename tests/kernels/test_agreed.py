@@ -148,3 +148,15 @@ def test_launches_at_places_all_ranks_know(launched, name):
     ours = ("open_memory", *KERNELS)
     assert [kinds[name] for name in ours] == [2] * len(ours), "one of each for every rank"
     assert not {"inspect_slots", "find_non_finite", "drop_non_finite"} & set(kinds)
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_sum_lost_when_it_overflowed_does_not_stay(kernels, name, by_kernels):
+    kernels(by_kernels)
+    cluster = Cluster(2, METHODS[name](), shapes={"w": (40, 50)})
+    gradients = cluster.random(0)
+    for one in gradients:
+        one["w"].fill_(3e38)
+    cluster.step(gradients)
+    assert all(cluster.residuals(rank)["w"].isfinite().all() for rank in range(2))

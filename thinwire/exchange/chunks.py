@@ -32,4 +32,4 @@ class ChunkAllReduce(SharedIndices):
         chunks = chunks_of(offer.codec.table, c.device)
         norms = Sum(chunks.norms(c).float(), f"{offer.phase}/norms")
         told, total = yield from together([ask_flags(offer), ask(norms)])
-        return places_of(offer, chunks.pick(c, total)), told
+        return places_of(offer, *chunks.choose(total)), told

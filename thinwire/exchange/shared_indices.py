@@ -13,7 +13,7 @@ from thinwire.exchange.base import Offer
 from thinwire.exchange.common import NO_ENTRY
 from thinwire.exchange.requests import Place, Program, Sum
 from thinwire.layout import RowTable, remembered
-from thinwire.select.base import Picks, Selector
+from thinwire.select.base import Selector
 from thinwire.wire.codec import Flags
 
 
@@ -27,7 +27,8 @@ class SharedIndices(AgreedPlaces):
 
     def agree(self, offer: Offer) -> Program[Tensor | tuple[Tensor, Told]]:
         yield from ()
-        return places_of(offer, offer.pick())
+        picks = offer.pick()
+        return places_of(offer, picks.indices, picks.counts)
 
     def objection(self, selector: Selector) -> str | None:
         if selector.same_on_all_ranks:
@@ -38,12 +39,13 @@ class SharedIndices(AgreedPlaces):
         return 2 * (world - 1) / world * value_bits
 
 
-def places_of(offer: Offer, picks: Picks) -> Tensor:
-    """Flat positions of what all ranks picked, NO_ENTRY in places left over: [entries], or [world, m] where owners add."""
-    table, device, world = offer.codec.table, picks.indices.device, offer.place.world
-    positions = table.positions(picks.indices)
-    if picks.counts is not None:
-        room = picks.counts[table.entry_slots(device).long()]
+def places_of(offer: Offer, indices: Tensor, counts: Tensor | None) -> Tensor:
+    """Flat positions of indices that all ranks chose, NO_ENTRY in places beyond a slot's count: [entries], or [world, m] where owners
+    add."""
+    table, device, world = offer.codec.table, indices.device, offer.place.world
+    positions = table.positions(indices)
+    if counts is not None:
+        room = counts[table.entry_slots(device).long()]
         positions = torch.where(table.entry_places(device) < room, positions, NO_ENTRY)
     if not sums_by_owner(offer):
         return positions
