@@ -33,7 +33,6 @@ from thinwire.tools.methods import build_method, expand_all, keep_taken  # noqa:
 
 META = torch.device("meta")
 WORLD = 4
-STEPS = 3
 VIEWS = {
     "as_strided",
     "slice",
@@ -75,7 +74,7 @@ class Counting(TorchDispatchMode):
         return result
 
 
-def show(model: str, name: str, detailed: bool) -> None:
+def show(model: str, name: str, detailed: bool, steps: int) -> None:
     method = build_method(name, keep_taken(name, density=0.01))
     infos = describe_model(model)
     with patch("thinwire.bench.compress_fleet.Gradients"):
@@ -84,7 +83,7 @@ def show(model: str, name: str, detailed: bool) -> None:
     numel = sum(bucket.flat.numel() for bucket in fleet.buckets[0])
     try:
         with counting:
-            for _ in range(STEPS):
+            for _ in range(steps):
                 counting.operators.clear()
                 counting.numbers = 0
                 fleet.lap(counting)
@@ -107,11 +106,12 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--method", default="adtopk", help="names with commas between them")
     parser.add_argument("--detailed", action="store_true")
+    parser.add_argument("--steps", type=int, default=3, help="the last one is counted")
     options = parser.parse_args()
     with use_toolchain("meta", IdleToolchain()):
         for model in options.models:
             for name in expand_all(options.method.split(",")):
-                show(model, name, options.detailed)
+                show(model, name, options.detailed, options.steps)
 
 
 if __name__ == "__main__":

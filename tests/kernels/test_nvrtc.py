@@ -28,6 +28,7 @@ from thinwire.kernels.cuda import (
     signs,
 )
 from thinwire.kernels.cuda import rows as streamed_rows
+from thinwire.kernels.cuda.agreed import agreed_defines
 from thinwire.kernels.cuda.binaries import OPTIONS
 from thinwire.kernels.cuda.bucket import bucket_defines
 from thinwire.kernels.cuda.entries import entries_defines
@@ -189,6 +190,9 @@ CASES: dict[str, Case] = {
     ),
     "entries": ("entries.cu", entries_defines(torch.float32)),
     "bf16 entries": ("entries.cu", entries_defines(torch.bfloat16)),
+    "agreed": ("agreed.cu", agreed_defines(torch.float32)),
+    "agreed, bf16": ("agreed.cu", agreed_defines(torch.bfloat16)),
+    "agreed, fp16": ("agreed.cu", agreed_defines(torch.float16)),
     "split": ("split.cu", split_defines(torch.float32)),
     "split, bf16": ("split.cu", split_defines(torch.bfloat16)),
     "bf16 memory": ("pack.cu", pack_defines(torch.bfloat16)),

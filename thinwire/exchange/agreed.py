@@ -34,7 +34,8 @@ from thinwire.exchange.sums import sum_by_owners
 from thinwire.select.base import Picks
 
 AGREED_PLACES = "places that all ranks agree on, and the sums there"
-"""The form of exchanges without a state that ask an offer for its account, its flags, its `pick` and its `pick_on`."""
+"""The form of `AgreedPlaces` without a state, whose `agree` asks an offer for c, its flags, its `pick` and its `pick_on` and writes
+nothing off."""
 
 
 Told = tuple[Tensor, Tensor]
@@ -117,8 +118,7 @@ def contribute(offer: Offer, places: Tensor, told: Told | None = None) -> Progra
     3. Slots no rank had a gradient for get no update, and their entries return to memory.
     """
     account, table = offer.account, offer.codec.table
-    if places.dim() == 1 and sums_by_owner(offer):
-        places = in_shares(places, offer.place.world)
+    places = message_places(offer, places)
     taken = places >= 0
     positions = places.clamp(min=0)
     slots = slot_of(positions, table)
@@ -126,7 +126,7 @@ def contribute(offer: Offer, places: Tensor, told: Told | None = None) -> Progra
     wire = to_wire(mine, wire_dtype(offer))
     sent = wire.to(account.c.dtype)
     account.write_off(positions.view(-1), sent.view(-1))
-    flags = known(told) if told else ask_flags(offer, mine)
+    flags = known(told) if told else ask_flags(offer, any_non_finite(mine.view(-1)))
     empty = (~taken).sum(-1) * wire.element_size()
     phase = f"{offer.phase}/values"
     if sums_by_owner(offer):
@@ -153,8 +153,16 @@ def contribute(offer: Offer, places: Tensor, told: Told | None = None) -> Progra
     return deliver_mean(offer, target, total.view(-1), non_finite, counts)
 
 
-def ask_flags(offer: Offer, mine: Tensor) -> Program[Told]:
-    flags = yield from ask(flags_request(offer, any_non_finite(mine.view(-1))))
+def message_places(offer: Offer, places: Tensor) -> Tensor:
+    """Agreed places as their values travel: [world, m] where owners add them."""
+    if places.dim() == 1 and sums_by_owner(offer):
+        return in_shares(places, offer.place.world)
+    return places
+
+
+def ask_flags(offer: Offer, bad: Tensor | None = None) -> Program[Told]:
+    """Everybody's flags, this rank's with `bad`."""
+    flags = yield from ask(flags_request(offer, bad))
     return read_flags(flags)
 
 

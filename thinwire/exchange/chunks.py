@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
-from thinwire.exchange.base import Offer, Outcome
-from thinwire.exchange.requests import Program
-from thinwire.exchange.shared_indices import SharedIndices, sum_flags, sum_values
+from thinwire.exchange.agreed import Told, ask_flags
+from thinwire.exchange.base import Offer
+from thinwire.exchange.common import ask
+from thinwire.exchange.requests import Program, Sum, together
+from thinwire.exchange.shared_indices import SharedIndices, places_of
 from thinwire.select.base import Selector
 from thinwire.select.chunks import chunks_of
 
@@ -17,7 +19,7 @@ from thinwire.select.chunks import chunks_of
 class ChunkAllReduce(SharedIndices):
     """No indices and no all-gather: bytes do not grow with the number of workers.
 
-    1. Sum the L1 norms of all chunks over ranks.
+    1. Sum the L1 norms of all chunks over ranks, and beside them the flags.
     2. Choose chunks from the sums, ties to the lowest: the same on every rank.
     3. Sum the chosen chunks over ranks.
     """
@@ -25,12 +27,9 @@ class ChunkAllReduce(SharedIndices):
     def objection(self, selector: Selector) -> str | None:
         return None if selector.in_chunks else "sends whole chunks, as tw.ChunkTopK chooses them"
 
-    def run(self, offer: Offer) -> Program[Outcome]:
-        had_gradient, non_finite = yield from sum_flags(offer.flags, offer.place, offer.phase)
-        table, c = offer.codec.table, offer.account.c
-        chunks = chunks_of(table, c.device)
-        total, _ = yield from sum_values(
-            chunks.norms(c).float(), table, offer.place, torch.float32, f"{offer.phase}/norms"
-        )
-        picks = chunks.pick(c, total)
-        return (yield from self.exchange_picks(offer, picks, had_gradient, non_finite))
+    def agree(self, offer: Offer) -> Program[Tensor | tuple[Tensor, Told]]:
+        c = offer.account.c
+        chunks = chunks_of(offer.codec.table, c.device)
+        norms = Sum(chunks.norms(c).float(), f"{offer.phase}/norms")
+        told, total = yield from together([ask_flags(offer), ask(norms)])
+        return places_of(offer, *chunks.choose(total)), told

@@ -91,12 +91,12 @@ def travelling(empty: Tensor, rank: int) -> Tensor:
     return (empty.sum() - empty[rank]) * (world / max(1, world - 1))
 
 
-def flags_request(offer: Offer, bad: Tensor) -> Sum:
+def flags_request(offer: Offer, bad: Tensor | None = None) -> Sum:
     """Which slots had a gradient on some rank, and whether anything was not finite anywhere.
 
     In the dtype of the gradients, so that it shares the sum of those that travel whole.
     """
-    non_finite = offer.flags.non_finite | bad
+    non_finite = offer.flags.non_finite if bad is None else offer.flags.non_finite | bad
     words = torch.cat([offer.flags.had_gradient, non_finite[None]]).to(offer.account.c.dtype)
     return Sum(words, f"{offer.phase}/flags", control_bytes=words.nbytes)
 

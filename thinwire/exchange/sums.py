@@ -10,6 +10,8 @@ from torch import Tensor
 from thinwire.exchange.requests import EVERYONE, AllToAll, Gather, Place, Program, Sum
 
 Rounding = Callable[[Tensor], Tensor]
+AddUp = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Of the rows [world, n] that reached their owner: (their sum as it is gathered, what rounding lost of it)."""
 
 
 def dense_mean(buffer: Tensor, place: Place, *, phase: str) -> Program[Tensor]:
@@ -51,16 +53,44 @@ def sum_by_owners(
     2. Rank p adds the rows it got in `sum_dtype`, rank 0's first, and rounds the sums.
     3. The sums are gathered, at the bytes of a ring all-reduce in the dtype of `pieces`.
     """
+
+    def add_up(arrived: Tensor) -> tuple[Tensor, Tensor]:
+        total = arrived[0].to(sum_dtype, copy=True)
+        for piece in arrived[1:]:
+            total += piece
+        rounded = rounding(total)
+        return rounded, total - rounded.to(sum_dtype)
+
+    sums = yield from ask_owners(
+        pieces,
+        phase,
+        add_up,
+        control_bytes=control_bytes,
+        padding_bytes=padding_bytes,
+        own_padding_bytes=own_padding_bytes,
+        scope=scope,
+    )
+    return sums
+
+
+def ask_owners(
+    pieces: Tensor,
+    phase: str,
+    add_up: AddUp,
+    *,
+    control_bytes: int = 0,
+    padding_bytes: int | Tensor = 0,
+    own_padding_bytes: int | Tensor = 0,
+    scope: str = EVERYONE,
+) -> Program[tuple[Tensor, Tensor]]:
+    """The same where somebody else adds up."""
     world = len(pieces)
     (arrived,) = yield (
         AllToAll(
             pieces, phase, control_bytes=control_bytes, padding_bytes=padding_bytes, scope=scope
         ),
     )
-    total = arrived[0].to(sum_dtype, copy=True)
-    for piece in arrived[1:]:
-        total += piece
-    rounded = rounding(total)
+    rounded, lost = add_up(arrived)
     own_control = control_bytes // world
     (gathered,) = yield (
         Gather(
@@ -71,7 +101,7 @@ def sum_by_owners(
             scope=scope,
         ),
     )
-    return gathered, total - rounded.to(sum_dtype)
+    return gathered, lost
 
 
 def in_rows(flat: Tensor, world: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -47,6 +47,12 @@ ABOVE_THRESHOLDS = "magnitudes above thresholds"
 ABOVE_ESTIMATES = "magnitudes above estimates"
 """The form of selections whose turns are `EstimateTurn`s (thinwire/select/finish.py): thresholds are found by looks at all slots."""
 
+RANDOM_PLACES = "random places, the same on all ranks"
+"""The form of selections that draw places whatever c holds, and fill all of them."""
+
+WHOLE_CHUNKS = "whole chunks by their norms"
+"""The form of selections whose rows are `ChunkRows` and whose chunks have the largest sums of magnitudes."""
+
 
 class Selector(Formed, ABC):
     """A frozen description of a selection method."""

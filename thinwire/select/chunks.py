@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.kernels.exact_topk import exact_topk
 from thinwire.layout import RowTable, Slot, SlotRows, keep_count, remembered
-from thinwire.select.base import Picks, Selector, picks_at, picks_of
+from thinwire.select.base import WHOLE_CHUNKS, Picks, Selector, picks_at, picks_of
 from thinwire.validate import check_density, check_positive_int
 
 
@@ -54,6 +54,7 @@ class ChunkChoice(Selector):
     chunk: int = 256
     """Elements of a chunk, at most."""
 
+    form = WHOLE_CHUNKS
     has_exact_count = False
     in_chunks = True
 
@@ -118,16 +119,24 @@ class TableChunks:
         parts = [torch.linalg.vector_norm(one.matrix(c), 1, dim=1) for one in self._stretches]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def pick(self, c: Tensor, norms: Tensor) -> Picks:
-        """All elements of the chunks of each slot that have the largest norms, ties to the lowest."""
+    def choose(self, norms: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(indices of all elements of the chunks of each slot that have the largest norms, ties to the lowest; int32 [slots]: how many
+        of a slot's places that takes, None = all). Places left over are at index 0."""
         best, _ = exact_topk(norms, self._norm_rows)
         indices = best[self._chosen] * self._chunk + self._inside
         if self._even:
-            return replace(picks_at(c, self.table, indices), counts=self._full)
+            return indices, None
         # Ascending, so that what lies beyond a tensor's end is at the end. It has no place in c.
         counts = torch.where(best[self._last] == self._end, self._cut, self._full)
-        within = indices < self.table.row_lengths(c.device)
-        return picks_of(c, self.table, torch.where(within, indices, 0), counts)
+        within = indices < self.table.row_lengths(norms.device)
+        return torch.where(within, indices, 0), counts
+
+    def pick(self, c: Tensor, norms: Tensor) -> Picks:
+        """The same with the values of `c` there."""
+        indices, counts = self.choose(norms)
+        if counts is None:
+            return replace(picks_at(c, self.table, indices), counts=self._full)
+        return picks_of(c, self.table, indices, counts)
 
 
 def on(device: torch.device, parts: Sequence[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.errors import UsageError
 from thinwire.kernels.cuda.draw import prepare_draw
 from thinwire.layout import WHOLE_TENSOR, RowTable, Slot, SlotRows, remembered, rows_along
-from thinwire.select.base import Picks, Selector, Session, picks_at
+from thinwire.select.base import RANDOM_PLACES, Picks, Selector, Session, picks_at
 from thinwire.validate import check_density
 
 MASK = 0xFFFFFFFF
@@ -34,6 +34,7 @@ class RandomChoice(Selector):
     seed: int = 0
     """Of all draws; the same on all ranks."""
 
+    form = RANDOM_PLACES
     same_on_all_ranks = True
 
     def __post_init__(self) -> None:

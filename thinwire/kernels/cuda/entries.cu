@@ -1,6 +1,7 @@
 // Around an exchange that is torch code on entries: memory before it, the update after it, and parts of a gradient to select from.
 
 #include "clear.cuh"
+#include "find_slot.cuh"
 
 // Neighbours of a slot that one block has.
 struct EntryPiece {
@@ -55,17 +56,8 @@ extern "C" __global__ void write_entries(
     if (i >= count) return;
     const i64 position = positions[i];
     if (position < 0 || position >= numel) return;
-    // The last slot that begins at or before it.
-    int slot = 0, behind = slots;
-    while (behind - slot > 1) {
-        const int middle = (slot + behind) / 2;
-        if (begins[middle] <= position)
-            slot = middle;
-        else
-            behind = middle;
-    }
     const float mean = __fmul_rn(sums[i], *share);
-    bucket[position + into_bucket[slot]] = mean;
+    bucket[position + into_bucket[find_slot(position, begins, slots)]] = mean;
     if (!is_finite(mean)) raise(wrong);
 }
 

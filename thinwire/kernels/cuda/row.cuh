@@ -54,6 +54,16 @@ static __device__ __forceinline__ Value to_wire(float x) { return to_fp16(x); }
 static __device__ __forceinline__ float from_wire(Value x) { return from_fp16(x); }
 #endif
 
+// Beyond the wire's range is its largest number; what is not a number stays so.
+static __device__ __forceinline__ Value round_to_wire(float x) {
+#if VALUE_CODE == FLOAT32
+    return x != x ? x : fminf(fmaxf(x, -LARGEST), LARGEST);
+#else
+    if (x != x) return VALUE_CODE == BFLOAT16 ? 0x7fc0 : 0x7e00;
+    return to_wire(fminf(fmaxf(x, -LARGEST), LARGEST));
+#endif
+}
+
 #if PACKED
 static __device__ __forceinline__ int read_index(const u8* payload, const Row& row, int place) {
     const i64 bit = row.indices + (i64)place * row.width;
@@ -87,6 +97,8 @@ static __device__ __forceinline__ void write_index(u8* payload, const Row& row, 
 }
 #endif
 
+static __device__ __forceinline__ float finite_or_zero(float x) { return is_finite(x) ? x : 0.0f; }
+
 // Write one chosen entry to the payload. `sent` is what the payload then says; what stays in memory is returned.
 static __device__ __forceinline__ float send(
     float c, int index, int place, const Row& row, u8* payload, float& sent, bool& bad) {
@@ -95,8 +107,7 @@ static __device__ __forceinline__ float send(
     reinterpret_cast<Value*>(payload + row.values)[place] = code;
     write_index(payload, row, place, index);
     sent = from_wire(code);
-    float left = __fsub_rn(c, sent);
-    return !is_finite(left) ? 0.0f : left;
+    return finite_or_zero(__fsub_rn(c, sent));
 }
 
 // What the lanes of a warp saw, to the payload. Looks and stores queue at one address, and all warps come at about the same time,

@@ -477,8 +477,6 @@ struct SplitRecords {
     SplitRecord at[MOST_RECORDS];
 };
 
-static __device__ __forceinline__ float finite_or_zero(float x) { return is_finite(x) ? x : 0.0f; }
-
 // All buckets of a step, `blocks_each` blocks for each: what was given back leaves memory again, then what was sent returns. Sums that
 // overflowed and were never selected go too.
 extern "C" __global__ void split_undo(IN_PLACE SplitRecords records, const u8* bad, int blocks_each) {

@@ -66,16 +66,6 @@ static __device__ __forceinline__ void put(u8* entries, int total, int place, in
     reinterpret_cast<Value*>(entries + 4 * (i64)total)[place] = value;
 }
 
-// Beyond the wire's range is its largest number; what is not a number stays so.
-static __device__ __forceinline__ Value round_to_wire(float x) {
-#if VALUE_CODE == FLOAT32
-    return x != x ? x : fminf(fmaxf(x, -LARGEST), LARGEST);
-#else
-    if (x != x) return VALUE_CODE == BFLOAT16 ? 0x7fc0 : 0x7e00;
-    return to_wire(fminf(fmaxf(x, -LARGEST), LARGEST));
-#endif
-}
-
 // Of a sum: 0 counts as the smallest number.
 static __device__ __forceinline__ int sum_bits(float x) { return max(magnitude(x), 1); }
 
