@@ -75,6 +75,15 @@ def _measured(row: Row) -> str:
     return f"{row['ms']:.0f} ms ({row['ratio_no_sync']:.2f}x{sent})"
 
 
+IN_SCALE = {
+    "adam_methods:BIT1": "AdamScale, 1 bit",
+    "adam_methods:BIT1_SUMS4": "AdamScale, 1 bit, sums in 4",
+    "adam_methods:BIT1_REFRESHED": "AdamScale, 1 bit, a refresh in every step",
+    "adam_methods:TOPK1": "AdamScale, top-k 1 %",
+}
+"""The methods of `adam_methods.py`, measured with AdamW."""
+
+
 def every_method_table() -> str:
     """All methods in one sitting, models across: milliseconds, the ratio to no communication, megabytes."""
     rows = [
@@ -89,7 +98,7 @@ def every_method_table() -> str:
         for model in models:
             found = [row for row in rows if (name_row(row), row["model"]) == (name, model)]
             cells.append(_measured(found[-1]) if found else "")
-        table.append(f"| {name} | {' | '.join(cells)} |")
+        table.append(f"| {IN_SCALE.get(name, name)} | {' | '.join(cells)} |")
     return "\n".join(table) + "\n"
 
 
