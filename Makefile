@@ -38,7 +38,7 @@ core: $(READY)
 	$(BIN)/python -m pytest -m 'not slow and not workers' $(CORE)
 
 # About half of the time of all tests.
-LIBRARY := $(addprefix tests/,auto contracts engine exchange kernels memory methods observe optim plan select wire)
+LIBRARY := $(addprefix tests/,contracts engine exchange kernels memory methods observe optim plan select wire)
 
 library: $(READY)
 	$(BIN)/python -m pytest $(LIBRARY)

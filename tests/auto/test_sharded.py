@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -88,10 +89,13 @@ def plan_of(handle: tw.Handle) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "allowed"),
-    [("adam", ("int",)), pytest.param("sgd", ("dgc", "topk", "adtopk"), marks=pytest.mark.slow)],
+    [("adam", "int"), pytest.param("sgd", "dgc|topk|adtopk", marks=pytest.mark.slow)],
 )
 def test_all_shards_are_sent_in_one_way_that_is_safe_for_the_optimizer(
     sharded, tmp_path, kind, allowed
 ):
     chosen = sharded.run(settle_job, kind, str(tmp_path))
-    assert len(set(chosen)) == 1 and chosen[0].startswith(allowed), chosen
+    # Units may be sent in different ways, as "3 x int4 + 1 x int8"; a fast one may stay dense.
+    ways = [re.sub(r"^\d+ x ", "", part) for part in chosen[0].split(" + ")]
+    assert len(set(chosen)) == 1 and set(ways) != {"dense"}, chosen
+    assert all(re.match(f"dense|{allowed}", way) for way in ways), chosen
