@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.contracts.cluster import Cluster
+from thinwire.layout import Bucket
 
 SHAPES = {"odd": (5, 7), "row": (3, 128), "long": (9, 1031), "conv": (6, 3, 3, 3), "bias": (17,)}
 
@@ -51,3 +52,19 @@ def compare_steps(
         for name in theirs:
             left, right = ours[name].nan_to_num(7e7), theirs[name].nan_to_num(7e7)
             assert torch.equal(left, right), name
+
+
+def check_broken_exchange(method, kind):
+    """An exchange that got no further than its first message, under an account of that `kind`, leaves memory with all there was."""
+    cluster = Cluster(2, method, shapes=SHAPES)
+    gradients = cluster.random(0)
+    layout = cluster.layouts_of(list(SHAPES))[0]
+    flat = torch.zeros(layout.numel)
+    for slot in layout.slots:
+        slot.view(flat).copy_(gradients[0][slot.name])
+    cluster.reducers[0].reduce(Bucket(layout, flat))
+    accounts = cluster.reducers[0].record.accounts
+    assert any(isinstance(account, kind) for account in accounts)
+    cluster.reducers[0].settle(discard=True)
+    held = cluster.reducers[0].assignments.held("long", "residual")
+    assert torch.equal(held, gradients[0]["long"])

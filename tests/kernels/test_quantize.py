@@ -8,12 +8,10 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.contracts.cluster import Cluster
-from tests.kernels.comparing import SHAPES, compare_steps
+from tests.kernels.comparing import check_broken_exchange, compare_steps
 from tests.kernels.cpu_compiler import needs_compiler
 from tests.lanes import mostly_slow
 from thinwire.compress.quantized_kernel_routes import QuantizedKernelAccount, QuantizedKernelRoute
-from thinwire.layout import Bucket
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 
@@ -112,15 +110,4 @@ def test_loss_scales(kernels):
 
 
 def test_a_broken_exchange_returns_all(kernels):
-    cluster = Cluster(2, quantized(4), shapes=SHAPES)
-    gradients = cluster.random(0)
-    layout = cluster.layouts_of(list(SHAPES))[0]
-    flat = torch.zeros(layout.numel)
-    for slot in layout.slots:
-        slot.view(flat).copy_(gradients[0][slot.name])
-    cluster.reducers[0].reduce(Bucket(layout, flat))
-    accounts = cluster.reducers[0].record.accounts
-    assert any(isinstance(account, QuantizedKernelAccount) for account in accounts)
-    cluster.reducers[0].settle(discard=True)
-    held = cluster.reducers[0].assignments.held("long", "residual")
-    assert torch.equal(held, gradients[0]["long"])
+    check_broken_exchange(quantized(4), QuantizedKernelAccount)

@@ -9,7 +9,7 @@ import torch
 
 import thinwire as tw
 from tests.contracts.cluster import Cluster
-from tests.kernels.comparing import SHAPES, compare_steps, routes_of
+from tests.kernels.comparing import SHAPES, check_broken_exchange, compare_steps, routes_of
 from tests.kernels.cpu_compiler import needs_compiler
 from tests.lanes import slow
 from thinwire.compress.picked_routes import PickedRoute
@@ -17,7 +17,6 @@ from thinwire.compress.split_routes import SplitAccount, SplitRoute
 from thinwire.exchange.regions import block_bits, deal_blocks
 from thinwire.kernels.cuda.split import SplitSlot
 from thinwire.kernels.cuda.structs import read_column
-from thinwire.layout import Bucket
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 
@@ -155,18 +154,7 @@ def test_loss_scales(kernels):
 
 
 def test_a_broken_exchange_returns_all(kernels):
-    cluster = Cluster(2, oktopk(values="bf16"), shapes=SHAPES)
-    gradients = cluster.random(0)
-    layout = cluster.layouts_of(list(SHAPES))[0]
-    flat = torch.zeros(layout.numel)
-    for slot in layout.slots:
-        slot.view(flat).copy_(gradients[0][slot.name])
-    cluster.reducers[0].reduce(Bucket(layout, flat))
-    accounts = cluster.reducers[0].record.accounts
-    assert any(isinstance(account, SplitAccount) for account in accounts)
-    cluster.reducers[0].settle(discard=True)
-    held = cluster.reducers[0].assignments.held("long", "residual")
-    assert torch.equal(held, gradients[0]["long"])
+    check_broken_exchange(oktopk(values="bf16"), SplitAccount)
 
 
 def split_kernels(cluster):
