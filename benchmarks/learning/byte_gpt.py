@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,10 @@ LAST_RATE = 0.1
 """Of the learning rate at the end of the cosine, as a share."""
 TESTS = 10
 """In a run."""
-TEST_BATCHES = 40
+TEST_WINDOWS = 320
+TEST_BATCH = 80
+BUCKET_MB = 512
+"""All of a model: nothing overlaps with anything here, and fewer buckets are fewer launches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +116,10 @@ def build_method(cell: Cell) -> tw.Method:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    """The weights of one block."""
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = heads
         self.norm1 = nn.RMSNorm(width)
         self.norm2 = nn.RMSNorm(width)
         self.inputs = nn.Linear(width, 3 * width, bias=False)
@@ -123,25 +127,16 @@ class Block(nn.Module):
         self.grow = nn.Linear(width, 4 * width, bias=False)
         self.shrink = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        split = self.inputs(self.norm1(x)).view(batch, length, 3, self.heads, -1)
-        query, key, value = split.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.shrink(functional.gelu(self.grow(self.norm2(x))))
-
 
 class ByteGPT(nn.Module):
     """Bytes [B, T] -> the mean loss of the next ones, in nats. The decoder is the embedding."""
 
     def __init__(self, cell: Cell) -> None:
         super().__init__()
-        self.narrow = cell.narrow
+        self.cell = cell
         self.embedding = nn.Embedding(256, cell.width)
         self.positions = nn.Parameter(torch.empty(cell.context, cell.width))
-        heads = max(1, cell.width // 64)
-        self.blocks = nn.Sequential(*(Block(cell.width, heads) for _ in range(cell.layers)))
+        self.blocks = nn.ModuleList(Block(cell.width) for _ in range(cell.layers))
         self.norm = nn.RMSNorm(cell.width)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
@@ -150,10 +145,46 @@ class ByteGPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 * shrunk)
 
     def forward(self, given: Tensor, wanted: Tensor) -> Tensor:
-        with torch.autocast(given.device.type, torch.bfloat16, enabled=self.narrow):
-            x = self.norm(self.blocks(self.embedding(given) + self.positions))
-            logits = x @ self.embedding.weight.T
-        return functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
+        own = {name: parameter[None] for name, parameter in self.named_parameters()}
+        return compute_losses(own, self.cell, given[None], wanted[None])[0]
+
+
+def compute_losses(
+    weights: Mapping[str, Tensor], cell: Cell, given: Tensor, wanted: Tensor
+) -> Tensor:
+    """Bytes [W, B, T] -> the loss of each of W workers. Every weight has a leading dimension for the workers.
+
+    All workers go through the model together: one by one, a small model is bound by its launches.
+    """
+    workers, batch, length = given.shape
+    width, heads = cell.width, max(1, cell.width // 64)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return torch.bmm(x, weights[f"{name}.weight"].transpose(1, 2))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(x, (width,)) * weights[f"{name}.weight"][:, None]
+
+    with torch.autocast(given.device.type, torch.bfloat16, enabled=cell.narrow):
+        # A lookup as a product: it has the leading dimension, too, and its gradient waits for nobody.
+        values = torch.arange(256, device=given.device)
+        chosen = (given.flatten(1)[..., None] == values).to(weights["embedding.weight"].dtype)
+        embedded = torch.bmm(chosen, weights["embedding.weight"])
+        positions = weights["positions"][:, None].expand(-1, batch, -1, -1)
+        x = embedded + positions.flatten(1, 2)
+        for index in range(cell.layers):
+            block = f"blocks.{index}"
+            inputs = linear(norm(x, f"{block}.norm1"), f"{block}.inputs")
+            split = inputs.view(workers * batch, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
+            mixed = functional.scaled_dot_product_attention(*split, is_causal=True)
+            x = x + linear(mixed.transpose(1, 2).reshape(x.shape), f"{block}.output")
+            grown = functional.gelu(linear(norm(x, f"{block}.norm2"), f"{block}.grow"))
+            x = x + linear(grown, f"{block}.shrink")
+        logits = linear(norm(x, "norm"), "embedding")
+    losses = functional.cross_entropy(
+        logits.float().flatten(0, 1), wanted.flatten(), reduction="none"
+    )
+    return losses.view(workers, -1).mean(1)
 
 
 def read_bytes(folder: Path, part: str, device: torch.device) -> Tensor:
@@ -167,25 +198,57 @@ def read_bytes(folder: Path, part: str, device: torch.device) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8).long().to(device)
 
 
-def draw_batch(text: Tensor, cell: Cell, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(bytes, the next ones), [batch, context] each."""
-    begins = torch.randint(len(text) - cell.context - 1, (cell.batch,), generator=generator)
-    places = begins.to(text.device)[:, None] + torch.arange(cell.context + 1, device=text.device)
-    window = text[places]
-    return window[:, :-1], window[:, 1:]
+def draw_windows(text: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
+    """[count, context + 1] bytes from random places."""
+    begins = torch.randint(len(text) - context - 1, (count,), generator=generator)
+    return text[begins.to(text.device)[:, None] + torch.arange(context + 1, device=text.device)]
 
 
-def make_optimizer(model: nn.Module, lr: float | Tensor, **settings: Any) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return make_adamw({n: (p, p.dim() > 1) for n, p in model.named_parameters()}, lr)
+
+
+def make_adamw(
+    weights: Mapping[str, tuple[Tensor, bool]], lr: float | Tensor, **settings: Any
+) -> torch.optim.Optimizer:
+    """`weights` say of each whether it is decayed."""
     groups = [
-        {"params": matrices, "weight_decay": DECAY},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [w for w, decayed in weights.values() if decayed], "weight_decay": DECAY},
+        {"params": [w for w, decayed in weights.values() if not decayed], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), **settings)
 
 
-Batch = tuple[Tensor, Tensor]
+class Replayed:
+    """A function without arguments; on a GPU it is captured as a graph when it has run a few times."""
+
+    WARM_UP = 3
+
+    def __init__(self, compute: Callable[[], None], device: torch.device) -> None:
+        self._compute = compute
+        self._on_gpu = device.type == "cuda"
+        self._runs = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        self._runs += 1
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._on_gpu and self._runs > self.WARM_UP:
+            self._graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self._graph):
+                self._compute()
+            self._graph.replay()
+        elif self._on_gpu:
+            # What is captured later must not have run on the usual stream before.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._compute()
+            torch.cuda.current_stream().wait_stream(stream)
+        else:
+            self._compute()
 
 
 class Job(Protocol):
@@ -194,7 +257,8 @@ class Job(Protocol):
     model: nn.Module
     """That is tested."""
 
-    def step(self, batches: Sequence[Batch], rate: float) -> None: ...
+    def step(self, windows: Tensor, rate: float) -> None:
+        """One step of everybody, with the bytes [workers, batch, context + 1]."""
 
     def sent_bytes(self) -> int:
         """Of one worker so far."""
@@ -207,10 +271,17 @@ class Job(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+def room_for_windows(cell: Cell, device: torch.device) -> Tensor:
+    """Where a captured pass reads its bytes."""
+    shape = (cell.workers, cell.batch, cell.context + 1)
+    return torch.zeros(shape, dtype=torch.long, device=device)
+
+
 class CommonSteps:
     """Workers that exchange gradients in every step."""
 
     def __init__(self, cell: Cell, device: torch.device) -> None:
+        self.cell = cell
         self.model = ByteGPT(cell).to(device)
         self.optimizer = make_optimizer(self.model, cell.lr)
         self.simulation = tw.simulate(
@@ -219,14 +290,32 @@ class CommonSteps:
             workers=cell.workers,
             optimizer=self.optimizer,
             policy=[tw.rule("positions", dense=True)],
-            graph=device.type == "cuda",
+            bucket_mb=BUCKET_MB,
         )
+        self._windows = room_for_windows(cell, device)
+        self._gradients: dict[str, Tensor] = {}
+        self._pass = Replayed(self._compute, device)
 
-    def step(self, batches: Sequence[Batch], rate: float) -> None:
+    def step(self, windows: Tensor, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.simulation.step(self.model, batches)
+        self._windows.copy_(windows)
+        self._pass.run()
+        self.simulation.put_gradients(self._gradients)
+        self.simulation.exchange()
         self.optimizer.step()
+
+    def _compute(self) -> None:
+        """The gradients of all workers, each with its own bytes and the common weights."""
+        workers = self.cell.workers
+        weights = {
+            name: parameter.detach().expand(workers, *parameter.shape).requires_grad_()
+            for name, parameter in self.model.named_parameters()
+        }
+        given, wanted = self._windows[..., :-1], self._windows[..., 1:]
+        losses = compute_losses(weights, self.cell, given, wanted)
+        gradients = torch.autograd.grad(losses.sum(), list(weights.values()))
+        self._gradients = dict(zip(weights, gradients, strict=True))
 
     def sent_bytes(self) -> int:
         return self.simulation.handles[0].ledger.sent_bytes()
@@ -247,68 +336,51 @@ class CommonSteps:
         self.simulation.load_state_dict(state["simulation"])
 
 
-class InnerStep:
-    """One worker's own step; on a GPU captured as a graph, because a small model is bound by its launches."""
-
-    WARM_UP = 3
-
-    def __init__(self, cell: Cell, device: torch.device) -> None:
-        self.model = ByteGPT(cell).to(device)
-        on_gpu = device.type == "cuda"
-        self.rate = torch.tensor(cell.lr, device=device)
-        self.optimizer = make_optimizer(self.model, self.rate, capturable=on_gpu)
-        self._given = torch.zeros(2, cell.batch, cell.context, dtype=torch.long, device=device)
-        self._taken = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def take(self, batch: Batch, rate: float) -> None:
-        self.rate.fill_(rate)
-        self._given.copy_(torch.stack(batch))
-        self._taken += 1
-        if self._graph is not None:
-            self._graph.replay()
-        elif self.rate.is_cuda and self._taken > self.WARM_UP:
-            self._graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(self._graph):
-                self._compute()
-            self._graph.replay()
-        elif self.rate.is_cuda:
-            # What is captured later must not have run on the usual stream before.
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._compute()
-            torch.cuda.current_stream().wait_stream(stream)
-        else:
-            self._compute()
-
-    def _compute(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-        self.model(*self._given).backward()
-        self.optimizer.step()
-
-
 class LocalWorkers:
     """Workers that take inner steps of their own and exchange differences once in a round."""
 
     def __init__(self, cell: Cell, device: torch.device) -> None:
         every, method, settings = LOCAL[cell.method]
-        self.workers = [InnerStep(cell, device) for _ in range(cell.workers)]
-        self.model = self.workers[0].model
+        self.cell = cell
+        models = [ByteGPT(cell).to(device) for _ in range(cell.workers)]
+        self.model = models[0]
+        self.weights, _ = torch.func.stack_module_state(models)
+        """By name, all workers' in one tensor; each worker's model looks into it."""
+        for worker, model in enumerate(models):
+            for name, parameter in model.named_parameters():
+                parameter.data = self.weights[name].data[worker]
+        self.rate = torch.tensor(cell.lr, device=device)
+        self.optimizer = make_adamw(
+            {n: (p, p.dim() > 2) for n, p in self.weights.items()},
+            self.rate,
+            capturable=device.type == "cuda",
+        )
         self.simulation = tw.simulate_local(
-            [worker.model for worker in self.workers],
-            [worker.optimizer for worker in self.workers],
+            models,
+            # They only say what is trained: all workers step together.
+            [make_optimizer(model, cell.lr) for model in models],
             method,
             every=every,
             policy=[tw.rule("positions", dense=True)],
+            bucket_mb=BUCKET_MB,
             **settings,
         )
+        self._windows = room_for_windows(cell, device)
+        self._pass = Replayed(self._compute, device)
 
-    def step(self, batches: Sequence[Batch], rate: float) -> None:
-        for worker, batch in zip(self.workers, batches, strict=True):
-            worker.take(batch, rate)
+    def step(self, windows: Tensor, rate: float) -> None:
+        self.rate.fill_(rate)
+        self._windows.copy_(windows)
+        self._pass.run()
         self.simulation.step()
+        if self.simulation.workers[0].lost_rounds:
+            raise RuntimeError("a round was lost: some worker's parameters are not finite")
+
+    def _compute(self) -> None:
+        given, wanted = self._windows[..., :-1], self._windows[..., 1:]
+        self.optimizer.zero_grad(set_to_none=True)
+        compute_losses(self.weights, self.cell, given, wanted).sum().backward()
+        self.optimizer.step()
 
     def sent_bytes(self) -> int:
         return self.simulation.workers[0].handle.ledger.sent_bytes()
@@ -319,19 +391,19 @@ class LocalWorkers:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "models": [worker.model.state_dict() for worker in self.workers],
-            "optimizers": [worker.optimizer.state_dict() for worker in self.workers],
+            "weights": {name: weight.detach() for name, weight in self.weights.items()},
+            "optimizer": self.optimizer.state_dict(),
             "simulation": self.simulation.state_dict(),
         }
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        parts = zip(self.workers, state["models"], state["optimizers"], strict=True)
-        for worker, model, optimizer in parts:
-            worker.model.load_state_dict(model)
-            worker.optimizer.load_state_dict(optimizer)
-            # Loading puts a copy of the rate there, which nobody fills.
-            for group in worker.optimizer.param_groups:
-                group["lr"] = worker.rate
+        for name, weight in self.weights.items():
+            weight.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        # Loading puts a copy of the rate there, which nobody fills.
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
         self.simulation.load_state_dict(state["simulation"])
 
 
@@ -366,10 +438,9 @@ class Training:
         began = time.monotonic()
         last = self.cell.steps if stop is None else stop
         while self.step < last and time.monotonic() < until:
-            batches = [
-                draw_batch(self.train, self.cell, self.generator) for _ in range(self.cell.workers)
-            ]
-            self.job.step(batches, self.rate())
+            workers, batch, context = self.cell.workers, self.cell.batch, self.cell.context
+            windows = draw_windows(self.train, workers * batch, context, self.generator)
+            self.job.step(windows.view(workers, batch, -1), self.rate())
             self.step += 1
             if self.step == self.half:
                 self.dense_bytes = self.job.sent_bytes()
@@ -386,11 +457,12 @@ class Training:
 
     @torch.no_grad()
     def test(self, text: Tensor) -> float:
-        """Nats per byte of a text, the same batches always."""
+        """Nats per byte of a text, the same windows always."""
         generator = torch.Generator().manual_seed(7)
-        model, cell = self.job.model, self.cell
-        losses = [model(*draw_batch(text, cell, generator)) for _ in range(TEST_BATCHES)]
-        return float(torch.stack(losses).mean())
+        windows = draw_windows(text, TEST_WINDOWS, self.cell.context, generator)
+        parts = windows.split(TEST_BATCH)
+        losses = [self.job.model(part[:, :-1], part[:, 1:]) * len(part) for part in parts]
+        return float(torch.stack(losses).sum()) / TEST_WINDOWS
 
     def row(self) -> dict[str, Any]:
         sent = self.job.sent_bytes() - self.dense_bytes

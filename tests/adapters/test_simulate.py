@@ -64,6 +64,64 @@ def test_step_does_the_same_as_a_loop():
     assert torch.equal(bits(one), bits(other))
 
 
+def stacked_gradients(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """What each worker's backward computes, workers first."""
+    rows = []
+    for batch in data:
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        rows.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    model.zero_grad()
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.parametrize("bucket_mb", [0, 25])
+def test_gradients_computed_together_do_the_same_as_a_loop(bucket_mb):
+    one, other = make_cnn(), make_cnn()
+    train(one, tw.simulate(one, METHOD, workers=3, bucket_mb=bucket_mb), 3)
+    sim = tw.simulate(other, METHOD, workers=3, bucket_mb=bucket_mb)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
+    data = [batches(rank, 3) for rank in range(3)]
+    for _ in range(3):
+        sim.put_gradients(stacked_gradients(other, [next(one_s) for one_s in data]))
+        sim.exchange()
+        optimizer.step()
+    assert torch.equal(bits(one), bits(other))
+
+
+def test_gradients_come_from_vmap_as_the_help_shows():
+    model = nn.Linear(3, 2)
+    inputs = torch.randn(4, 5, 3)
+    sim = tw.simulate(model, tw.Dense(), workers=4)
+
+    def loss_of_weights(weights, batch):
+        return torch.func.functional_call(model, weights, batch).square().mean()
+
+    compute = torch.func.vmap(torch.func.grad(loss_of_weights), in_dims=(None, 0))
+    sim.put_gradients(compute(dict(model.named_parameters()), inputs))
+    sim.exchange()
+    update = model.weight.grad.clone()
+    model.zero_grad()
+    model(inputs).square().mean().backward()
+    torch.testing.assert_close(update, model.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda given: given.pop("bias"), "'bias' is not given"),
+        (lambda given: given.update(tail=torch.zeros(2)), "'tail' is not a trainable parameter"),
+        (lambda given: given.update(bias=torch.zeros(2)), r"must be \(2, 2\), workers first"),
+    ],
+)
+def test_gradients_of_another_model_are_refused(change, sentence):
+    model = nn.Linear(3, 2)
+    given = {"weight": torch.zeros(2, 2, 3), "bias": torch.zeros(2, 2)}
+    change(given)
+    with pytest.raises(UsageError, match=sentence):
+        tw.simulate(model, tw.Dense(), workers=2).put_gradients(given)
+
+
 def test_every_worker_draws_from_its_own_generator():
     torch.manual_seed(5)
     model = nn.Linear(2, 2)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = {"steps": 6, "start": 30, "workers": 2, "layers": 1, "width": 64, "context": 16, "batch": 2}
@@ -19,7 +20,6 @@ def byte_gpt(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from learning import byte_gpt
 
-    monkeypatch.setattr(byte_gpt, "TEST_BATCHES", 1)
     return byte_gpt
 
 
@@ -44,6 +44,42 @@ def test_every_method_trains(byte_gpt, texts: Path) -> None:
     assert bits["dense"] == pytest.approx(32, rel=0.01)
     assert bits["bit1"] < bits["bit2-adam"] < bits["int4"] < bits["int8"] < 10
     assert bits["sparseloco-8"] == 0, "no round ends in six steps"
+
+
+def test_workers_together_compute_what_each_does_alone(byte_gpt) -> None:
+    cell = byte_gpt.Cell(method="dense", **{**SMALL, "workers": 3, "layers": 2})
+    models = [byte_gpt.ByteGPT(cell) for _ in range(3)]
+    windows = torch.randint(256, (3, 2, 17))
+    given, wanted = windows[..., :-1], windows[..., 1:]
+    alone = [model(given[i], wanted[i]) for i, model in enumerate(models)]
+    weights, _ = torch.func.stack_module_state(models)
+    together = byte_gpt.compute_losses(weights, cell, given, wanted)
+    torch.testing.assert_close(together, torch.stack(alone))
+    together.sum().backward()
+    for worker, model in enumerate(models):
+        alone[worker].backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(weights[name].grad[worker], parameter.grad)
+
+
+def test_inner_steps_together_are_those_of_each_worker(byte_gpt) -> None:
+    cell = byte_gpt.Cell(method="diloco-8", **SMALL)
+    torch.manual_seed(0)
+    job = byte_gpt.LocalWorkers(cell, torch.device("cpu"))
+    torch.manual_seed(0)
+    plain = [byte_gpt.ByteGPT(cell) for _ in range(2)]
+    plain[1].load_state_dict(plain[0].state_dict())
+    optimizers = [byte_gpt.make_optimizer(model, 1e-3) for model in plain]
+    for _ in range(3):
+        windows = torch.randint(256, (2, 2, 17))
+        job.step(windows, 1e-3)
+        for worker, (model, optimizer) in enumerate(zip(plain, optimizers, strict=True)):
+            optimizer.zero_grad()
+            model(windows[worker, :, :-1], windows[worker, :, 1:]).backward()
+            optimizer.step()
+    for worker, model in enumerate(plain):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(job.weights[name][worker], parameter, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["topk1-adam", "bit1-adam-refresh", "sparseloco-8"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -50,6 +51,14 @@ class GradientStack:
             torch._foreach_copy_([views[index] for index in copied], gradients)
         filled.update(copied)
         self.drop()
+
+    def put(self, gradients: Mapping[str, Tensor]) -> None:
+        """Every worker's gradients at once, in place of what it had: by name, [workers, *shape]."""
+        layout = self.buckets[0].layout
+        given = [gradients[slot.name].unbind(0) for slot in layout.slots]
+        for rank, filled in enumerate(self._filled):
+            torch._foreach_copy_(self._views[rank], [workers[rank] for workers in given])
+            filled.update(range(len(given)))
 
     def drop(self) -> None:
         for parameter in self.parameters:
