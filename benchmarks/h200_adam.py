@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a worker and step")
-    parser.add_argument("--narrow", action="store_true", help="bf16 autocast")
+    parser.add_argument("--narrow", action="store_true", help="products in bf16")
     parser.add_argument("--minutes", type=float, default=9.4)
     parser.add_argument("--seats", type=int, default=5, help="cells at once")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

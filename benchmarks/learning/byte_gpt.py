@@ -47,7 +47,7 @@ class Cell:
     batch: int = 8
     """Sequences of every worker and step."""
     narrow: bool = False
-    """Forward and backward in bf16 autocast."""
+    """Products and attention in bf16; weights and what the blocks add up in fp32."""
 
     @property
     def key(self) -> str:
@@ -149,6 +149,33 @@ class ByteGPT(nn.Module):
         return compute_losses(own, self.cell, given[None], wanted[None])[0]
 
 
+class WorkersLinear(torch.autograd.Function):
+    """x [W, n, in], weight [W, out, in] -> [W, n, out], in the precision of x.
+
+    The weight may be one that all workers share, expanded; its gradient is each worker's own. It comes as the weight is laid
+    out and in its precision: autograd's own would have to be turned and widened, a pass over all workers' weights each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        shared = weight.stride(0) == 0
+        narrow = weight[:1].to(x.dtype).expand_as(weight) if shared else weight.to(x.dtype)
+        ctx.save_for_backward(x, narrow)
+        ctx.dtype = weight.dtype
+        return torch.bmm(x, narrow.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        turned = gradient.transpose(1, 2)
+        if x.is_cuda and x.dtype != ctx.dtype:
+            own = torch.bmm(turned, x, out_dtype=ctx.dtype)
+        else:
+            own = torch.bmm(turned, x).to(ctx.dtype)
+        return torch.bmm(gradient, weight), own
+
+
 def compute_losses(
     weights: Mapping[str, Tensor], cell: Cell, given: Tensor, wanted: Tensor
 ) -> Tensor:
@@ -158,29 +185,31 @@ def compute_losses(
     """
     workers, batch, length = given.shape
     width, heads = cell.width, max(1, cell.width // 64)
+    dtype = torch.bfloat16 if cell.narrow else torch.float32
 
     def linear(x: Tensor, name: str) -> Tensor:
-        return torch.bmm(x, weights[f"{name}.weight"].transpose(1, 2))
+        made: Tensor = WorkersLinear.apply(x, weights[f"{name}.weight"])
+        return made
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return functional.rms_norm(x, (width,)) * weights[f"{name}.weight"][:, None]
+        return (functional.rms_norm(x, (width,)) * weights[f"{name}.weight"][:, None]).to(dtype)
 
-    with torch.autocast(given.device.type, torch.bfloat16, enabled=cell.narrow):
-        # A lookup as a product: it has the leading dimension, too, and its gradient waits for nobody.
-        values = torch.arange(256, device=given.device)
-        chosen = (given.flatten(1)[..., None] == values).to(weights["embedding.weight"].dtype)
-        embedded = torch.bmm(chosen, weights["embedding.weight"])
-        positions = weights["positions"][:, None].expand(-1, batch, -1, -1)
-        x = embedded + positions.flatten(1, 2)
-        for index in range(cell.layers):
-            block = f"blocks.{index}"
-            inputs = linear(norm(x, f"{block}.norm1"), f"{block}.inputs")
-            split = inputs.view(workers * batch, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
-            mixed = functional.scaled_dot_product_attention(*split, is_causal=True)
-            x = x + linear(mixed.transpose(1, 2).reshape(x.shape), f"{block}.output")
-            grown = functional.gelu(linear(norm(x, f"{block}.norm2"), f"{block}.grow"))
-            x = x + linear(grown, f"{block}.shrink")
-        logits = linear(norm(x, "norm"), "embedding")
+    # A lookup as a product: it has the leading dimension, too, and its gradient waits for nobody.
+    values = torch.arange(256, device=given.device)
+    chosen = (given.flatten(1)[..., None] == values).to(weights["embedding.weight"].dtype)
+    embedded = torch.bmm(chosen, weights["embedding.weight"])
+    positions = weights["positions"][:, None].expand(-1, batch, -1, -1)
+    x = embedded + positions.flatten(1, 2)
+    for index in range(cell.layers):
+        block = f"blocks.{index}"
+        inputs = linear(norm(x, f"{block}.norm1"), f"{block}.inputs")
+        split = inputs.view(workers * batch, length, 3, heads, -1)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + linear(mixed.transpose(1, 2).reshape(x.shape), f"{block}.output")
+        grown = functional.gelu(linear(norm(x, f"{block}.norm2"), f"{block}.grow"))
+        x = x + linear(grown, f"{block}.shrink")
+    logits = linear(norm(x, "norm"), "embedding")
     losses = functional.cross_entropy(
         logits.float().flatten(0, 1), wanted.flatten(), reduction="none"
     )
@@ -354,6 +383,7 @@ class LocalWorkers:
             {n: (p, p.dim() > 2) for n, p in self.weights.items()},
             self.rate,
             capturable=device.type == "cuda",
+            fused=device.type == "cuda",
         )
         self.simulation = tw.simulate_local(
             models,
