@@ -14,8 +14,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -33,7 +31,14 @@ from thinwire.kernels.inspection import drop_if_bad
 from thinwire.layout import Group, OwnedBlocks
 from thinwire.memory.account import Account
 from thinwire.wire.codec import Flags
-from thinwire.wire.quantize import BlockQuantizer, Coded, MessageLayout, draw, scramble
+from thinwire.wire.quantize import (
+    BlockQuantizer,
+    Coded,
+    Limit,
+    MessageLayout,
+    draw,
+    scramble,
+)
 
 
 class QuantizedSum:
@@ -111,7 +116,7 @@ class QuantizedSum:
         flags: Flags,
         counts: Sequence[int],
         divisor: Tensor | None = None,
-        limit: Tensor | float | None = None,
+        limit: Limit = None,
     ) -> Program[Outcome]:
         """Sum `account.c` over ranks; what is not sent of it stays there. `counts` are the slots' exchanges so far.
 
@@ -131,10 +136,7 @@ class QuantizedSum:
             before = c.clone()
             blocks, flags = yield from self._sum_inside(blocks, flags)
             c.zero_()
-        offered = blocks
-        if limit is not None and by_team is not None:
-            offered = cut_off(blocks, by_team * limit)
-        sent = SentBlocks(self, blocks, self._encode(offered, by_team), by_team)
+        sent = SentBlocks(self, blocks, self._encode(blocks, by_team, limit), by_team)
         account.write_off_all(sent if self.per_host == 1 else SentInside(before, account))
         left = blocks - sent.decoded()
         left[self.peer] = blocks[self.peer]
@@ -150,7 +152,8 @@ class QuantizedSum:
         drop_if_bad(total, overflow)
         known = used[self._slots]
         total = torch.where(known[self.peer][:, None] & self._real, total, 0.0)
-        final = self._encode_sums(total if limit is None else self._limited(total, limit))
+        # So that the mean is within the limit.
+        final = self._encode_sums(total, None if limit is None else limit * self.place.world)
         kept = total - self.sum_quantizer.decode(final)
         if own_divisor is not None:
             kept = kept * own_divisor
@@ -239,20 +242,14 @@ class QuantizedSum:
             self._steps.copy_(torch.tensor(counts, dtype=torch.int32))
         self._expected = [count + 1 for count in counts]
 
-    def _encode(self, blocks: Tensor, divisor: Tensor | None) -> Coded:
+    def _encode(self, blocks: Tensor, divisor: Tensor | None, limit: Limit) -> Coded:
         draws = self._draw(self.place.rank, self._slots, self._places)
-        return self.quantizer.encode(blocks, self.lengths, draws, divisor)
+        return self.quantizer.encode(blocks, self.lengths, draws, divisor, limit)
 
-    def _limited(self, total: Tensor, limit: Tensor | float) -> Tensor:
-        """So that the mean is within it."""
-        # A number or a tensor, as `clamp` takes both but never says so of one argument.
-        most: Any = limit * self.place.world
-        return total.clamp(-most, most)
-
-    def _encode_sums(self, total: Tensor) -> Coded:
+    def _encode_sums(self, total: Tensor, limit: Limit) -> Coded:
         peer = self.peer
         draws = self._draw(self.place.world, self._slots[peer], self._places[peer])
-        return self.sum_quantizer.encode(total, self.lengths[peer], draws)
+        return self.sum_quantizer.encode(total, self.lengths[peer], draws, limit=limit)
 
     def _draw(self, stream: int, slots: Tensor, places: Tensor) -> Tensor | None:
         """A hash of slot, place, step and who draws: a sender by its rank, all owners alike."""
@@ -336,8 +333,3 @@ class SentInside:
 
     def add_to(self, total: Tensor) -> None:
         total += self._before - self._account.c
-
-
-def cut_off(blocks: Tensor, most: Tensor) -> Tensor:
-    """The part of every element that is not above `most` in magnitude."""
-    return torch.minimum(torch.maximum(blocks, -most), most)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ LLOYD_ROUNDS = 3
 """How often three levels are fitted to a block. One more gains less than 2 % of the error (`benchmarks/ternary.py`)."""
 FIRST_CUT = 0.75
 """Of the mean magnitude: what is below it counts as zero in the first round."""
+
+
+Limit = Any
+"""The most that a code may stand for: a number, a tensor with one, or None. `clamp` takes all of them, but never says so of one argument."""
 
 
 class Coded(NamedTuple):
@@ -49,16 +53,17 @@ class BlockQuantizer(ABC):
         lengths: Tensor,
         draws: Tensor | None = None,
         divisor: Tensor | None = None,
+        limit: Limit = None,
     ) -> Coded:
         """Codes of finite blocks [..., size], of which the first `lengths` (int [...]) elements count; the others are zero.
 
         With `draws` (float32 in [0, 1), like the blocks) it rounds up with the probability of what is cut, else to nearest.
-        With a `divisor` (positive, like the blocks) blocks / divisor is what is written.
+        With a `divisor` (positive, like the blocks) blocks / divisor is what is written. No code stands for more than `limit`.
         """
         values = blocks if divisor is None else blocks / divisor
         if values.dtype != torch.float32:
             values = values.clamp(-LARGEST, LARGEST).float()
-        return self._encode(values, lengths, draws)
+        return self._encode_within(limit, values, lengths, draws)
 
     def decode(self, coded: Coded, divisor: Tensor | None = None) -> Tensor:
         """float32 [..., size]: what the codes stand for."""
@@ -72,6 +77,14 @@ class BlockQuantizer(ABC):
     def bits_per_element(self, size: int) -> float:
         """The scale included."""
         return self.bits + 8 * self.scale_bytes / size
+
+    def _encode_within(
+        self, limit: Limit, values: Tensor, lengths: Tensor, draws: Tensor | None
+    ) -> Coded:
+        """Elements are cut before they are coded, so that those within the limit get the finer steps."""
+        if limit is not None:
+            values = values.clamp(-limit, limit)
+        return self._encode(values, lengths, draws)
 
     @abstractmethod
     def _encode(self, values: Tensor, lengths: Tensor, draws: Tensor | None) -> Coded: ...
@@ -192,8 +205,14 @@ class SignBlocks(BlockQuantizer):
     bits = 1
 
     def _encode(self, values: Tensor, lengths: Tensor, draws: Tensor | None) -> Coded:
-        mean = sum_pairwise(values.abs().double()) / lengths.clamp(min=1)
-        scales = truncate_scale(usable_scale(mean))
+        return self._encode_within(None, values, lengths, draws)
+
+    def _encode_within(
+        self, limit: Limit, values: Tensor, lengths: Tensor, draws: Tensor | None
+    ) -> Coded:
+        """What is sent is cut: an element above the limit counts in the mean for all it is."""
+        mean = usable_scale(sum_pairwise(values.abs().double()) / lengths.clamp(min=1))
+        scales = truncate_scale(mean if limit is None else mean.clamp(max=limit))
         if draws is None:
             minus = values < 0
         else:

@@ -4,7 +4,7 @@
 //   ADAM 0   c = residual + g                             codes stand for c
 //   ADAM 1   u = beta u + gain g;  c = residual + u       codes stand for c / divisor,  divisor = sqrt(v) + eps
 //
-// What is sent of an element is cut to `limit` divisors, a sum to `limit_of_sums`; no limit is an infinite one. Without ADAM all of this
+// What is sent is at most `limit` divisors, of a sum `limit_of_sums`; no limit is an infinite one. Without ADAM all of this
 // compiles to nothing.
 
 #if ADAM
@@ -103,21 +103,20 @@ struct AdamScale {
 #endif
     }
 
-    // The part of c that may be sent.
-    __device__ __forceinline__ float cut(float x, float divisor) const {
+    // The most that a code may stand for.
+    __device__ __forceinline__ float most_sent() const {
 #if ADAM
-        const float most = __fmul_rn(divisor, limit);
-        return fminf(fmaxf(x, -most), most);
+        return limit;
 #else
-        return x;
+        return NO_LIMIT;
 #endif
     }
 
-    __device__ __forceinline__ float cut_sum(float x) const {
+    __device__ __forceinline__ float most_of_sums() const {
 #if ADAM
-        return fminf(fmaxf(x, -limit_of_sums), limit_of_sums);
+        return limit_of_sums;
 #else
-        return x;
+        return NO_LIMIT;
 #endif
     }
 };

@@ -80,9 +80,10 @@ static __device__ __forceinline__ void send_blocks(
         scale.find_divisors(divisors[a]);
         float offered[EACH], values[EACH];
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) offered[i] = scale.divide(scale.cut(x[a][i], divisors[a][i]), divisors[a][i]);
+        for (int i = 0; i < EACH; ++i) offered[i] = scale.divide(x[a][i], divisors[a][i]);
         SentCode::encode_block(
-            offered, min(BLOCK, piece.count - at), seed, piece.place + at, offer + (i64)piece.owner * form.row, form, block, values);
+            offered, min(BLOCK, piece.count - at), scale.most_sent(), seed, piece.place + at, offer + (i64)piece.owner * form.row, form,
+            block, values);
 #if KEEPS
 #pragma unroll
         for (int i = 0; i < EACH; ++i) x[a][i] = __fsub_rn(x[a][i], scale.multiply(values[i], divisors[a][i]));
@@ -238,16 +239,16 @@ extern "C" __global__ __launch_bounds__(PIECE_THREADS) void quantize_sum(
     for (int a = 0; a < AHEAD; ++a) {
         const int at = first + a * BLOCK, room = lane_room(piece, at);
         if (at >= piece.count) break;
-        float limited[EACH], values[EACH];
+        float values[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const bool finite = is_finite(total[a][i]);
             overflow |= !finite && i < room;
             if (!finite || !known || i >= room) total[a][i] = 0.0f;
-            limited[i] = scale.cut_sum(total[a][i]);
         }
         SumCode::encode_block(
-            limited, min(BLOCK, piece.count - at), seed, piece.place + at, sums, sums_form, piece.block + at / BLOCK, values);
+            total[a], min(BLOCK, piece.count - at), scale.most_of_sums(), seed, piece.place + at, sums, sums_form,
+            piece.block + at / BLOCK, values);
 #if KEEPS
 #pragma unroll
         for (int i = 0; i < EACH; ++i)

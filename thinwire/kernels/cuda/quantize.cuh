@@ -46,6 +46,8 @@ static __device__ __forceinline__ double sum_block(const double (&values)[EACH])
     return sum;
 }
 
+#define NO_LIMIT __int_as_float(0x7f800000)
+
 static __device__ __forceinline__ float cut_to_bf16(float x) { return __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
 
 static __device__ __forceinline__ float usable_scale(double mean) {
@@ -85,8 +87,8 @@ struct Code {
     static constexpr u32 MASK = (1u << BITS) - 1;
     static constexpr bool HAS_SCALE = BITS < 16;
 
-    // The scale of a block of which `length` elements count; the others are 0. All lanes come together.
-    static __device__ __forceinline__ float scale_of(const float (&x)[EACH], int length) {
+    // The scale of a block of which `length` elements count; the others are 0. All lanes come together. Only signs heed the limit here.
+    static __device__ __forceinline__ float scale_of(const float (&x)[EACH], int length, float limit) {
         if constexpr (BITS == 16) {
             return 1.0f;
         } else if constexpr (BITS >= 4) {
@@ -100,7 +102,7 @@ struct Code {
 #pragma unroll
             for (int i = 0; i < EACH; ++i) sizes[i] = (double)fabsf(x[i]);
             const double sum = sum_block(sizes), elements = (double)max(length, 1);
-            if constexpr (BITS == 1) return usable_scale(sum / elements);
+            if constexpr (BITS == 1) return fminf(usable_scale(sum / elements), cut_to_bf16(limit));
             return usable_scale(fit_three_levels(sizes, FIRST_CUT * sum / elements));
         }
     }
@@ -164,11 +166,20 @@ struct Code {
         return __fmul_rn((float)((int)((u32)code << (32 - BITS)) >> (32 - BITS)), scale);
     }
 
-    // Write a block's codes and scale, and tell what they stand for. All lanes come together.
+    // Of signs what is sent is cut, of other codes the elements: those within the limit then get the finer steps.
+    static __device__ __forceinline__ void cut(const float (&x)[EACH], float limit, float (&offered)[EACH]) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) offered[i] = BITS == 1 || limit == NO_LIMIT ? x[i] : fminf(fmaxf(x[i], -limit), limit);
+    }
+
+    // Write a block's codes and scale, and tell what they stand for, which is at most `limit`. All lanes come together.
     static __device__ __forceinline__ void encode_block(
-        const float (&x)[EACH], int length, int seed, int place, u8* message, const MessageForm& form, int block, float (&values)[EACH]) {
+        const float (&given)[EACH], int length, float limit, int seed, int place, u8* message, const MessageForm& form, int block,
+        float (&values)[EACH]) {
         const int lane = threadIdx.x & 31;
-        const float scale = scale_of(x, length);
+        float x[EACH];
+        cut(given, limit, x);
+        const float scale = scale_of(x, length, limit);
         const float inverse = BITS >= 4 || scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f;
         u32 codes[EACH];
 #pragma unroll
