@@ -102,6 +102,25 @@ def test_a_divisor_is_applied_on_both_sides(bits):
     assert torch.equal(decoded, quantizer.decode(plain) * divisor)
 
 
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("bits", BITS)
+def test_no_code_stands_for_more_than_the_limit(bits, stochastic):
+    blocks = blocks_of("heavy tail")
+    lengths = torch.full(blocks.shape[:-1], SIZE)
+    draws = torch.rand(blocks.shape) if stochastic else None
+    for limit in (0.3, torch.tensor(3.0)):
+        coded = QUANTIZERS[bits].encode(blocks, lengths, draws, limit=limit)
+        assert QUANTIZERS[bits].decode(coded).abs().max() <= limit * (1 + 2.0**-7)
+
+
+def test_of_signs_the_limit_cuts_what_is_sent_not_what_is_counted():
+    blocks = torch.full((1, SIZE), 0.5)
+    blocks[0, 0] = -100.0
+    lengths = torch.tensor([SIZE])
+    decoded = QUANTIZERS[1].decode(QUANTIZERS[1].encode(blocks, lengths, limit=1.0))
+    assert decoded[0, 0] == -1.0 and (decoded[0, 1:] == 1.0).all()
+
+
 @pytest.mark.parametrize("bits", [16, 8, "fp8", 4])
 def test_stochastic_rounding_is_right_on_average(bits):
     quantizer = QUANTIZERS[bits]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
+
 import torch
 from torch import Tensor
 
