@@ -12,6 +12,7 @@ with the next check. Exit codes: 0 all is well, 1 something is broken, 75 start 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
 import os
@@ -38,6 +39,8 @@ EXIT_BROKEN = 1
 EXIT_AGAIN = 75
 TIMEOUT = timedelta(seconds=60)
 NOTE_LINES = 8
+HANGS_S = 25
+"""A check that takes longer tells where it is."""
 
 
 class Skip(Exception):
@@ -134,8 +137,10 @@ def run_checks(
                 continue
             book.put(name, title, STARTED)
             began = time.monotonic()
+            faulthandler.dump_traceback_later(HANGS_S)
             mine = judge(seat, name, check)
             verdicts = seat.gather(mine)
+            faulthandler.cancel_dump_traceback_later()
             status, note = combine(verdicts)
             seconds = round(time.monotonic() - began, 2)
             book.put(name, title, status, seconds=seconds, note=note)
