@@ -62,6 +62,7 @@ class Sitting:
         self.options = options
         self.began = time.monotonic()
         self.deadline = self.began + 60 * options.minutes - MARGIN_S
+        options.out.mkdir(parents=True, exist_ok=True)
         self._file: Path = options.out / "rows.json"
         self.rows: list[Row] = json.loads(self._file.read_text()) if self._file.exists() else []
 
@@ -120,16 +121,21 @@ class Sitting:
                 "dense_ms": self.dense_ms(tasks[0]),
             }
             worker = str(ROOT / "benchmarks" / "auto_worker.py")
-            command = [sys.executable, worker, json.dumps(settings)]
+            # What a worker says last shall be why it ended.
+            command = [sys.executable, "-W", "ignore::FutureWarning", worker, json.dumps(settings)]
             ended = lab.run(command, timeout_s=min(left, MODEL_S), echo=listen, as_root=True)
         if ended.exit_code:
             worst = max(ended.ranks, key=lambda rank: (not rank.stopped, rank.exit_code))
-            self.say(f"{model}: {ended.reason} {worst.output[-800:]}")
+            lines = [
+                line for line in worst.output.splitlines() if not line.startswith((ASKS, TELLS))
+            ]
+            self.say("\n".join([f"{model}: {ended.reason}", *lines[-12:]]))
 
     def keep(self, row: Row) -> None:
+        from thinwire.tools.files import write_text
+
         self.rows.append(row)
-        self.options.out.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(json.dumps(self.rows, indent=1))
+        write_text(self._file, json.dumps(self.rows, indent=1))
         self.say(f"{row['model']} at {row['rate']}{summarise(row)}, {row['seconds']:.0f} s")
 
     def say(self, text: str) -> None:

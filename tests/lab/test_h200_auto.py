@@ -23,10 +23,11 @@ DENSE_MS = 60
 def test_one_set_of_processes_measures_at_every_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
-    arguments = [str(BENCHMARKS / "h200_auto.py"), "--out", str(tmp_path), *SETTINGS]
+    out = tmp_path / "new" / "folder"
+    arguments = [str(BENCHMARKS / "h200_auto.py"), "--out", str(out), *SETTINGS]
     command = [sys.executable, *arguments, "--steps", "6", *more]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=180)
-    rows: list[dict[str, Any]] = json.loads((tmp_path / "rows.json").read_text())
+    rows: list[dict[str, Any]] = json.loads((out / "rows.json").read_text())
     measured = ["auto", "partial"] if more else ["auto"]
     asked = [(rate, what) for rate in ("2gbit", "500mbit") for what in measured]
     assert [(row["rate"], row["what"]) for row in rows] == asked, done.stdout
@@ -49,7 +50,7 @@ def test_one_set_of_processes_measures_at_every_rate(
     missing = [task["what"] for task in sitting.tasks("small")]
     assert missing == ([] if more else ["partial", "partial"])
     assert sitting.dense_ms(rows[0]).keys() == {"2gbit", "500mbit"}
-    monkeypatch.setattr(tables, "AUTO_ROWS", tmp_path / "rows.json")
+    monkeypatch.setattr(tables, "AUTO_ROWS", out / "rows.json")
     links = ["2 Gbit/s", "500 Mbit/s"]
     for table in (tables.auto_table(), tables.partial_table())[: len(measured)]:
         assert [line.split(" | ")[1] for line in table.splitlines()[2:]] == links
