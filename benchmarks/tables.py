@@ -31,6 +31,8 @@ PAGES = (
     "docs/learning.md",
     "docs/lowrank.md",
     "docs/local-steps.md",
+    "docs/predictions.md",
+    "docs/which-method.md",
 )
 ADTOPK = ("dense", "topk", "adtopk", "adtopk-interleave", "adtopk-threshold")
 LEARNING = (
@@ -194,8 +196,63 @@ def adam_table() -> str:
     return make_adam_table(json.loads((ROOT / "benchmarks/results/adam/rows.json").read_text()))
 
 
+AUTO_ROWS = ROOT / "benchmarks/results/auto/rows.json"
+NO_ROWS = "There are no such rows yet.\n"
+
+
+def auto_rows(what: str) -> list[Row]:
+    """Of `h200_auto.py`; none before its first sitting."""
+    rows = json.loads(AUTO_ROWS.read_text()) if AUTO_ROWS.exists() else []
+    return [row for row in rows if row["what"] == what]
+
+
+def auto_table() -> str:
+    """What Auto chose by model and link, against the best fixed method in the same processes."""
+    rows = auto_rows("auto")
+    if not rows:
+        return NO_ROWS
+    table = [
+        "| model | link | really, Gbit/s | no communication | Auto chose | predicted | measured | best fixed method | regret | settled after |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        predicted = row["predicted_ms"].get(row["chosen"])
+        table.append(
+            f"| {row['model']} | {name_rate(row['rate'])} | {row['link_gbit']:.2g} | {row['no_sync_ms']:.0f} ms "
+            f"| {row['chosen']} | {'' if predicted is None else f'{predicted:.0f} ms'} | {row['auto_ms']:.0f} ms "
+            f"| {row['best']}, {row['best_ms']:.0f} ms | {row['regret']:.1%} "
+            f"| {row['settling_steps']} steps, {row['settling_s']:.0f} s |"
+        )
+    return "\n".join(table) + "\n"
+
+
+def partial_table() -> str:
+    """Milliseconds per step with nothing, everything and a part of a model sparsified."""
+    rows = auto_rows("partial")
+    if not rows:
+        return NO_ROWS
+    table = [
+        "| model | link | really, Gbit/s | no communication | none | all | partial | dense in it |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [row["model"], name_rate(row["rate"]), f"{row['link_gbit']:.2g}"]
+        if "skipped" in row:
+            cells += ["", row["skipped"], "", "", ""]
+        else:
+            cells += [
+                f"{row[name]:.1f}" for name in ("no_sync_ms", "none_ms", "all_ms", "partial_ms")
+            ]
+            share = f"{row['elements_dense']:.0%} of the elements"
+            cells += [f"{row['tensors_dense']} of {row['tensors']} tensors, {share}"]
+        table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "adam": adam_table,
+    "auto": auto_table,
+    "partial": partial_table,
     "lowrank": lowrank_table,
     "step": step_table,
     "step-methods": every_method_table,

@@ -96,6 +96,12 @@ def test_no_more_is_compressed_than_the_link_needs() -> None:
     assert len(set(mixed.labels)) > 1
 
 
+def test_what_is_far_from_the_fastest_gets_no_trial() -> None:
+    slow, fast = decide(describe(), 0.1), decide(describe(), 100)
+    assert {plan.name for plan in slow.finalists(3)}.isdisjoint({"dense", "int8"})
+    assert len(fast.finalists(3)) == 3
+
+
 def test_a_mixture_becomes_rules_by_name() -> None:
     profile = describe()
     candidates = {one.label: one for one in find_candidates("safe", "adam", 4)}

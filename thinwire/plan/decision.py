@@ -24,6 +24,8 @@ NEAR_SILENT = 1.10
 """A step this near to one without communication is fast enough."""
 NEAR_FASTEST = 1.02
 """So is one this near to the fastest that can be had."""
+WORTH_A_TRIAL = 1.5
+"""What is predicted to take this many times the fastest does not win, and trying it may take minutes on a slow link."""
 
 FindRounds = Callable[[Sequence[ParameterInfo], Method], Rounds]
 """The collectives that a bucket of these parameters asks for under a method."""
@@ -69,7 +71,9 @@ class Decision:
 
     def finalists(self, count: int) -> list[Plan]:
         """What is worth a trial: the choice, then by predicted time whatever else is near, each once."""
-        others = sorted((self.fastest, *self.uniform), key=lambda plan: plan.prediction.step_s)
+        limit = WORTH_A_TRIAL * self.fastest.prediction.step_s
+        near = [p for p in (self.fastest, *self.uniform) if p.prediction.step_s <= limit]
+        others = sorted(near, key=lambda plan: plan.prediction.step_s)
         found = {plan.labels: plan for plan in (self.chosen, *others)}
         return list(found.values())[:count]
 
