@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from thinwire.recipes.examples import Batch, Examples
+from thinwire.recipes.examples import Batch, Examples, send, split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +25,15 @@ class Groups(Examples):
 
     def batch(self, index: Tensor, generator: torch.Generator | None) -> Batch:
         spans = zip(self.first[index].tolist(), self.first[index + 1].tolist(), strict=True)
-        rows = torch.cat([torch.arange(*span) for span in spans]).to(self.columns[0].device)
+        rows = torch.cat([torch.arange(*span) for span in spans])
+        rows = send(rows, self.columns[0].device)
         return tuple(column[rows].long() for column in self.columns)
+
+    def batches(
+        self, indices: Sequence[Tensor], generators: Sequence[torch.Generator]
+    ) -> list[Batch]:
+        rows = [int((self.first[index + 1] - self.first[index]).sum()) for index in indices]
+        return split(self.batch(torch.cat(list(indices)), None), rows)
 
     def to(self, device: torch.device) -> Groups:
         return replace(self, columns=tuple(column.to(device) for column in self.columns))
