@@ -10,6 +10,9 @@ from torch import Tensor
 
 from thinwire.recipes.examples import Batch, Examples, send, split
 
+TESTED_NUMBERS = 1 << 15
+"""Of a column, which a test takes at once whatever the batch size; a window of text is a few hundred."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Groups(Examples):
@@ -34,6 +37,10 @@ class Groups(Examples):
     ) -> list[Batch]:
         rows = [int((self.first[index + 1] - self.first[index]).sum()) for index in indices]
         return split(self.batch(torch.cat(list(indices)), None), rows)
+
+    def deal_test(self, *, rank: int, world: int, batch_size: int) -> list[Tensor]:
+        at_once = max(batch_size, TESTED_NUMBERS // self.columns[0][0].numel())
+        return super().deal_test(rank=rank, world=world, batch_size=at_once)
 
     def to(self, device: torch.device) -> Groups:
         return replace(self, columns=tuple(column.to(device) for column in self.columns))
