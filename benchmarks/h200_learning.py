@@ -1,4 +1,4 @@
-"""The learning evidence: every method against dense, with 8 simulated workers, for short sittings at a GPU.
+"""The learning evidence: every method against dense, with 8 simulated workers or 4, for short sittings at a GPU.
 
     python3 benchmarks/h200_learning.py --out out
     python3 benchmarks/h200_learning.py --out out --resume rows.json      # again: only what is missing
