@@ -1,4 +1,4 @@
-"""The learning evidence: every method against dense, with 8 simulated workers, for short sittings at a GPU.
+"""The learning evidence: every method against dense, with 8 simulated workers or 4, for short sittings at a GPU.
 
     python3 benchmarks/h200_learning.py --out out
     python3 benchmarks/h200_learning.py --out out --resume rows.json      # again: only what is missing
@@ -10,8 +10,9 @@ epochs are chosen so that the most important cells are finished in time, and if 
 A sitting lasts `--minutes` and not longer; the next one goes on with what is missing. `--out` gets rows.json and rows.csv (finished
 cells), curves.json (every epoch of every cell) and summary.txt; all of them are up to date at any moment.
 
-Needs torch, numpy and Pillow; neither typer, rich nor matplotlib. Without --data-dir and THINWIRE_DATA the packed sets in
-./carry/data are unpacked first.
+Needs torch, numpy and Pillow, squad-minilm transformers; neither typer, rich nor matplotlib. Without --data-dir and THINWIRE_DATA the
+packed sets in ./carry/data are unpacked first. Pretrained weights of squad-minilm are looked for in THINWIRE_WEIGHTS, else in
+./carry/weights, where learning/half_weights.py can put them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,20 @@ from learning.orders import Order  # noqa: E402
 from learning.seats import Seats  # noqa: E402
 from learning.store import Store  # noqa: E402
 
+from thinwire.recipes.models.weights import WEIGHTS_VARIABLE  # noqa: E402
+
 MARGIN_S = 12.0
 """Left at the end for stopping processes and writing files."""
 FEW_SEATS = 4
 """Without MPS processes take turns on the GPU, and more of them bring nothing."""
-PACKS = {"cifar10-resnet20": "cifar10", "wikitext2-lstm": "text", "wikitext2-small-gpt": "text"}
-NOTES = {"cifar10-resnet20": "re-encoded"}
+PRETRAINED = "squad-minilm"
+PACKS = {
+    "cifar10-resnet20": "cifar10",
+    "wikitext2-lstm": "text",
+    "wikitext2-small-gpt": "text",
+    PRETRAINED: "text",
+}
+NOTES = {"cifar10-resnet20": "re-encoded", PRETRAINED: "12 articles"}
 """What to say beside the figures of a task whose data came packed."""
 
 
@@ -56,11 +65,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "out"))
     parser.add_argument("--resume", type=Path, help="rows.json of an earlier sitting")
     parser.add_argument("--minutes", type=float, default=9.4)
+    plain = ",".join(name for name in PACKS if name != PRETRAINED)
     parser.add_argument(
-        "--tasks", default=",".join(PACKS), help="with commas; the first ones first"
+        "--tasks",
+        default=plain,
+        help=f"with commas, the first ones first; default all but {PRETRAINED}",
     )
     parser.add_argument("--methods", help="with commas; default all of the plan")
     parser.add_argument("--densities", help="with commas, such as 0.01; default all of the plan")
+    parser.add_argument("--seeds", help="with commas; default all of the plan")
     parser.add_argument("--epochs", type=int, help="not planned, but given")
     parser.add_argument("--batch-size", type=int, help="per worker, in place of the plan's")
     parser.add_argument("--seats", type=int, help="cells at once; default one per core but one")
@@ -74,6 +87,13 @@ def parse() -> argparse.Namespace:
     unknown = [name for name in options.tasks.split(",") if name not in PACKS]
     if unknown:
         parser.error(f"--tasks names {unknown[0]!r}; there are {', '.join(PACKS)}")
+    if (ROOT / "carry" / "weights").exists():
+        os.environ.setdefault(WEIGHTS_VARIABLE, str(ROOT / "carry" / "weights"))
+    pretrained = PRETRAINED in options.tasks.split(",") and not options.quick
+    if pretrained and not os.environ.get(WEIGHTS_VARIABLE):
+        parser.error(
+            f"{PRETRAINED} begins from pretrained weights; name their folder in {WEIGHTS_VARIABLE}"
+        )
     return options
 
 
@@ -101,6 +121,11 @@ class Sitting:
         most = max(1, count_cores() - 1) if shared else FEW_SEATS
         return self.options.seats or most
 
+    def count_missing(self, study: Study) -> int:
+        """Cells without a row, if there are as many epochs as are asked for."""
+        cells = study.cells(self.options.epochs or study.most)
+        return sum(not self.store.has(cell) for cell in cells)
+
     def order(self, cell: Cell, graph: bool, steps: int | None) -> Order:
         settings = cell.settings(self.source, self.options.device, graph, steps)
         return Order(key=cell.key, settings=settings, deadline=self.end)
@@ -124,14 +149,13 @@ class Sitting:
 # -- around it ---------------------------------------------------------------------------------------------------------
 
 
-def find_data(options: argparse.Namespace, folder: Path) -> tuple[Path | None, bool]:
-    """(where the data sets lie, whether they came packed along with this script and were unpacked there)."""
+def begin_unpacking(options: argparse.Namespace, folder: Path) -> subprocess.Popen[bytes] | None:
+    """Unpack the data sets that came packed along with this script; None if others are used."""
     packed = ROOT / "carry" / "data"
     if options.quick or options.data_dir is not None or not (packed / "unpack.py").exists():
-        return options.data_dir, False
+        return None
     wanted = dict.fromkeys(PACKS[task] for task in options.tasks.split(","))
-    subprocess.run([sys.executable, str(packed / "unpack.py"), str(folder), *wanted], check=True)
-    return folder, True
+    return subprocess.Popen([sys.executable, str(packed / "unpack.py"), str(folder), *wanted])
 
 
 @contextmanager
@@ -169,8 +193,7 @@ def start_sharing() -> Callable[[], None]:
     return stop
 
 
-def run_all(sitting: Sitting) -> None:
-    options = sitting.options
+def choose_studies(options: argparse.Namespace) -> list[Study]:
     planned = quick_studies() if options.quick else studies()
     chosen = [study for name in options.tasks.split(",") for study in planned if study.task == name]
     if options.methods:
@@ -179,8 +202,15 @@ def run_all(sitting: Sitting) -> None:
     if options.densities:
         wanted = [float(density) for density in options.densities.split(",")]
         chosen = [study.only_at(wanted) for study in chosen]
+    if options.seeds:
+        seeds = [int(seed) for seed in options.seeds.split(",")]
+        chosen = [study.only_from(seeds) for study in chosen]
     if options.batch_size:
         chosen = [study.with_batch_size(options.batch_size) for study in chosen]
+    return chosen
+
+
+def run_all(sitting: Sitting, chosen: Sequence[Study]) -> None:
     for i, study in enumerate(chosen):
         share = study.share / sum(later.share for later in chosen[i:])
         now = time.monotonic()
@@ -195,12 +225,19 @@ def main() -> int:
         print(f"{time.monotonic() - BEGAN:6.1f} s  {text}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="thinwire-data-") as folder:
-        data_dir, packed = find_data(options, Path(folder))
+        unpacking = begin_unpacking(options, Path(folder))
+        data_dir = options.data_dir if unpacking is None else Path(folder)
+        chosen = choose_studies(options)
         with shared_gpu(options, say):
             end = BEGAN + 60 * options.minutes - MARGIN_S
-            sitting = Sitting(options, end, say, data_dir, packed)
+            sitting = Sitting(options, end, say, data_dir, packed=unpacking is not None)
             try:
-                run_all(sitting)
+                # Processes start while the data is unpacked, as many as the first task can use.
+                for study in chosen[:1]:
+                    sitting.seats.open(sitting.count_missing(study))
+                if unpacking is not None and unpacking.wait() != 0:
+                    raise RuntimeError(f"unpacking ended with {unpacking.returncode}")
+                run_all(sitting, chosen)
             finally:
                 sitting.seats.close()
                 sitting.store.save()

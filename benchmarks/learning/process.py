@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import statistics
 import sys
 import time
 import traceback
@@ -43,6 +44,12 @@ def serve(pipe: Connection) -> None:
     """Train what is ordered until there is nothing more."""
     import torch
 
+    # What cells need is there when the first of them is ordered.
+    import thinwire.recipes.assembly
+    import thinwire.recipes.simulated  # noqa: F401
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     torch.set_num_threads(1)
     # Convolutions use TF32 by default; so do matrix products here.
     torch.set_float32_matmul_precision("high")
@@ -209,6 +216,7 @@ def train_cell(order: Order, loaded: dict[str, Any], pipe: Connection) -> dict[s
         **row.to_dict(),
         "epochs": epochs,
         "steps_per_epoch": trainer.steps_per_epoch,
+        "train_loss": finite(statistics.fmean(pulse.losses[-trainer.steps_per_epoch :])),
         "graph": replica.simulation.graphed,
         "about": about,
         "origin": describe_origin(),

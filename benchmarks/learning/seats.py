@@ -48,13 +48,17 @@ class Seat:
 
 
 class Seats:
-    """Opened when there is something to do, so that a finished table costs no start."""
+    """Opened when there is something to do, or a little before, so that a finished table costs no start."""
 
     def __init__(self, count: int, say: Callable[[str], None]) -> None:
         self.count = count
         self._say = say
         self._seats: list[Seat] = []
         self._said: set[str] = set()
+
+    def open(self, wanted: int) -> None:
+        """Have so many processes start already, up to as many as there are seats."""
+        self._seats += [Seat() for _ in range(min(wanted, self.count) - len(self._seats))]
 
     @property
     def at_work(self) -> list[str]:

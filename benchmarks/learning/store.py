@@ -1,7 +1,7 @@
 """Store: the rows of finished cells and the curves of all of them, on disk at any moment.
 
-rows.json    a list: the fields of `thinwire.tools.results.Row`, and task, epochs, steps_per_epoch, graph (whether passes were
-             replayed), side_by_side (cells that ran at once), data (what to say of it), about (all settings) and origin (versions, hardware, date, commit)
+rows.json    a list: the fields of `thinwire.tools.results.Row`, and task, epochs, steps_per_epoch, train_loss (the mean of the
+             last epoch), graph (whether passes were replayed), side_by_side (cells that ran at once), data (what to say of it), about (all settings) and origin (versions, hardware, date, commit)
 rows.csv     the same without what does not fit into a line
 curves.json  by cell: per epoch its step, score, mean training loss and seconds; `finished` says whether a row belongs to it
 summary.txt  the rows as a table with verdicts

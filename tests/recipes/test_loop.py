@@ -186,3 +186,8 @@ def test_the_density_of_an_own_selection_is_told():
         return rows.abs().topk(k, 1).indices
 
     assert asked_density(tw.Compose(select=tw.selector(largest, density=0.02))) == 0.02
+
+
+def test_the_density_in_adams_scale_is_that_of_the_method_inside():
+    assert asked_density(tw.AdamScale(method=tw.TopK(density=0.01))) == 0.01
+    assert asked_density(tw.AdamScale(method=tw.Quantized(bits=1))) is None

@@ -18,7 +18,7 @@ OF_THE_PAPERS = {
     *("imagenet-resnet152", "imagenet-vgg16bn", "imagenet-vit-large", "wikitext2-lstm"),
     *("wikitext2-transformer", "wikitext2-gpt2", "wikitext2-gpt2-large", "wikitext103-gpt2"),
     *("wikitext103-gpt2-large", "squad-bert-base", "squad-bert-large", "wikipedia-bert"),
-    *("an4-lstm", "chars", "wikitext2-small-gpt"),
+    *("an4-lstm", "chars", "wikitext2-small-gpt", "squad-minilm"),
 }
 
 

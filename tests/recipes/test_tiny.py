@@ -20,7 +20,7 @@ from thinwire.recipes.presets import PRESETS
 from thinwire.tools.metrics import NoMetrics
 from thinwire.tools.results import Row
 
-OF_TRANSFORMERS = ("bert", "gpt2", "vit-large")
+OF_TRANSFORMERS = ("bert", "minilm", "gpt2", "vit-large")
 STEPS = 3
 
 
@@ -66,7 +66,8 @@ def prepare(name: str, folder: Path) -> None:
 
 LIKE_OTHERS = {
     *("cifar100-vgg16", "cifar10-resnet110", "fashion-mnist", "imagenet-resnet152"),
-    *("squad-bert-large", "wikitext103-gpt2", "wikitext103-gpt2-large", "wikitext2-gpt2-large"),
+    *("squad-bert-large", "squad-minilm", "wikitext103-gpt2", "wikitext103-gpt2-large"),
+    "wikitext2-gpt2-large",
 }
 """Presets whose parts are those of another one, larger or on data of the same kind."""
 

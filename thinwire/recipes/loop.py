@@ -358,6 +358,8 @@ def asked_density(method: Method) -> float | None:
     """The density a method ends at; None for one without."""
     if isinstance(method, tw.Timeline):
         return asked_density(method.phases[-1][1])
+    if isinstance(method, tw.AdamScale):
+        return asked_density(method.method)
     if isinstance(method, tw.Compose):
         return getattr(method.select, "density", None)
     return getattr(method, "kept", None) or getattr(method, "density", None)

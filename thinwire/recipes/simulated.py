@@ -67,9 +67,9 @@ class SimulatedReplica(Replica):
 
     def backward(self, step: Step) -> tuple[Mark, Mark] | None:
         self._step = step
-        for worker in self.simulation.ranks:
-            for micro in range(step.micro_batches):
-                batch = step.batch(worker, micro)
+        for micro in range(step.micro_batches):
+            batches = step.batches(self.simulation.ranks, micro)
+            for worker, batch in zip(self.simulation.ranks, batches, strict=True):
                 with self.simulation.worker(worker):
                     step.seed_forward(worker, micro)
                     _, loss, carry = self.simulation.run(self._forward, batch, step.carries[worker])

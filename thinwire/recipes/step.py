@@ -45,11 +45,13 @@ class Step:
         """Per worker."""
         return len(next(iter(self.places.values())))
 
-    def batch(self, worker: int, micro: int) -> Batch:
-        """A micro-batch of one worker, on the device."""
-        generator = torch.Generator().manual_seed(self._draw("batch", worker, micro))
-        columns = self.examples.batch(self.places[worker][micro], generator)
-        return place_batch(columns, self.device, self.memory_format)
+    def batches(self, workers: Sequence[int], micro: int) -> list[Batch]:
+        """A micro-batch of each of these workers, on the device."""
+        found = self.examples.batches(
+            [self.places[worker][micro] for worker in workers],
+            [torch.Generator().manual_seed(self._draw("batch", w, micro)) for w in workers],
+        )
+        return [place_batch(batch, self.device, self.memory_format) for batch in found]
 
     def loss(self, model: nn.Module, worker: int, micro: int) -> Tensor:
         """Forward of one micro-batch of one worker: what to call backward() on, so that gradients add up to the step's.
@@ -57,15 +59,21 @@ class Step:
         It is divided by the number of micro-batches and multiplied by the loss scale. A worker's micro-batches must come
         in order, because of the carry.
         """
-        batch = self.batch(worker, micro)
+        (batch,) = self.batches([worker], micro)
         self.seed_forward(worker, micro)
         with self.precision.autocast():
             loss, carry = self.kind.loss(model, batch, self.carries[worker])
         return self.finish(worker, loss, carry)
 
     def seed_forward(self, worker: int, micro: int) -> None:
-        """Seed torch's global generators, from which dropout draws."""
-        torch.manual_seed(self._draw("forward", worker, micro))
+        """Seed torch's global generators, from which dropout draws: the CPU's and the device's.
+
+        `torch.manual_seed` also remembers the whole stack of calls for every kind of device that is not there.
+        """
+        seed = self._draw("forward", worker, micro)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def finish(self, worker: int, loss: Tensor, carry: Carry) -> Tensor:
         """Take note of a forward pass; returns its loss, divided and scaled."""
@@ -75,7 +83,7 @@ class Step:
 
     def mean_loss(self) -> Tensor:
         """Over the micro-batches of all workers of this process, on the device."""
-        return torch.stack([loss.double() for loss in self.losses]).mean()
+        return torch.stack(self.losses).double().mean()
 
     def _draw(self, purpose: str, worker: int, micro: int) -> int:
         text = f"{purpose} {self.seed} {self.epoch} {self.number} {worker} {micro}"

@@ -223,10 +223,13 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "wikitext2-gpt2": write_wikitext2_gpt2,
     "wikitext103-gpt2": write_wikitext103_gpt2,
     "squad": write_squad,
+    "squad-256": write_squad,
     "wikipedia": write_wikipedia,
     "an4": write_an4,
     "chars": write_shakespeare,
 }
 """By the name of the data set; digits needs no file."""
 
-NEED_TOKENIZERS = frozenset({"wikitext2-gpt2", "wikitext103-gpt2", "squad", "wikipedia"})
+NEED_TOKENIZERS = frozenset(
+    {"wikitext2-gpt2", "wikitext103-gpt2", "squad", "squad-256", "wikipedia"}
+)

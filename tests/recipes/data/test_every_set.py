@@ -33,12 +33,22 @@ def equal(one: Batch, other: Batch) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+def seeded(count: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in range(count)]
+
+
 def check(data: Data) -> None:
+    dealt = [
+        data.train.deal(seed=1, epoch=0, rank=rank, world=2, batch_size=BATCH) for rank in range(2)
+    ]
+    together = data.train.batches([places[1] for places in dealt], seeded(2))
+    for batch, places, generator in zip(together, dealt, seeded(2), strict=True):
+        assert equal(batch, data.train.batch(places[1], generator))
     for rank in range(2):
-        places = data.train.deal(seed=1, epoch=0, rank=rank, world=2, batch_size=BATCH)
+        places = dealt[rank]
         assert len(places) >= 3
-        seeded = [torch.Generator().manual_seed(5) for _ in range(2)]
-        first, again = (data.train.batch(places[2], generator) for generator in seeded)
+        same = [torch.Generator().manual_seed(5) for _ in range(2)]
+        first, again = (data.train.batch(places[2], generator) for generator in same)
         assert len(first[0]) == BATCH
         assert equal(first, again)
     shares = [data.test.deal_test(rank=rank, world=2, batch_size=BATCH) for rank in range(2)]
@@ -54,8 +64,8 @@ def test_official_files_give_repeatable_batches(name: str, tmp_path: Path) -> No
     check(data)
     there = data.train.to(torch.device("cpu"))
     places = there.deal(seed=0, epoch=0, rank=0, world=1, batch_size=BATCH)[0]
-    seeded = [torch.Generator().manual_seed(7) for _ in range(2)]
-    assert equal(there.batch(places, seeded[0]), data.train.batch(places, seeded[1]))
+    same = [torch.Generator().manual_seed(7) for _ in range(2)]
+    assert equal(there.batch(places, same[0]), data.train.batch(places, same[1]))
 
 
 @pytest.mark.parametrize("tiny", [True, False])

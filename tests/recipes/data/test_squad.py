@@ -14,6 +14,7 @@ from thinwire.recipes.data import squad
 from thinwire.recipes.data.groups import Groups
 from thinwire.recipes.data.vocabularies import read_word_pieces
 from thinwire.recipes.examples import DataOptions
+from thinwire.recipes.objectives.questions import Questions
 
 pytest.importorskip("tokenizers")
 
@@ -117,7 +118,7 @@ class Oracle(nn.Module):
 
 def test_who_knows_the_spans_answers_every_test_question(tmp_path: Path, tokenizer: Any) -> None:
     official.write_squad(tmp_path)
-    data = squad.load(DataOptions(data_dir=tmp_path, tiny=True))
+    data = squad.load_squad(DataOptions(data_dir=tmp_path, tiny=True))
     assert isinstance(data.test, Groups)
     dev = squad.Paper(tmp_path / "squad-v1.1" / "dev-v1.1.json", tokenizer, squad.TINY_CUT)
     oracle = Oracle(dev.inputs()[0], dev.spans())
@@ -131,12 +132,23 @@ def test_who_knows_the_spans_answers_every_test_question(tmp_path: Path, tokeniz
     assert windows == len(dev.windows) > 8
 
 
+def test_the_short_form_asks_every_fifth_question(tmp_path: Path) -> None:
+    official.write_squad(tmp_path)
+    whole, short = (
+        load(DataOptions(data_dir=tmp_path)) for load in (squad.load_squad, squad.load_squad_short)
+    )
+    assert isinstance(whole.kind, Questions) and isinstance(short.kind, Questions)
+    assert (whole.kind.length, short.kind.length) == (384, 256)
+    assert short.kind.references == whole.kind.references[::5]
+    assert (len(whole.test), len(short.test)) == (8, 2)
+
+
 def test_a_part_of_the_set_will_do(tmp_path: Path) -> None:
     official.write_squad(tmp_path)
     folder = tmp_path / "squad-v1.1"
     for name in ("train", "dev"):
         (folder / f"{name}-v1.1.json").rename(folder / f"{name}-v1.1.part.json")
-    assert len(squad.load(DataOptions(data_dir=tmp_path)).test) == 8
+    assert len(squad.load_squad(DataOptions(data_dir=tmp_path)).test) == 8
 
 
 @pytest.mark.parametrize(
@@ -155,11 +167,11 @@ def test_what_is_no_squad_is_one_sentence(content: str, message: str, tmp_path: 
     official.write_squad(tmp_path)
     official.write_text(tmp_path / "squad-v1.1" / "dev-v1.1.json", content)
     with pytest.raises(UsageError, match=message):
-        squad.load(DataOptions(data_dir=tmp_path))
+        squad.load_squad(DataOptions(data_dir=tmp_path))
 
 
 def test_a_vocabulary_without_special_pieces_is_one_sentence(tmp_path: Path) -> None:
     official.write_squad(tmp_path)
     official.write_text(tmp_path / "bert-vocab" / "vocab.txt", "[PAD]\n[UNK]\na\n")
     with pytest.raises(UsageError, match=r"vocab.txt is damaged .* lacks \[CLS\], \[SEP\]"):
-        squad.load(DataOptions(data_dir=tmp_path))
+        squad.load_squad(DataOptions(data_dir=tmp_path))

@@ -17,10 +17,10 @@ from thinwire.recipes.objectives.images import Images
 from thinwire.recipes.objectives.speech import Speech
 from thinwire.recipes.objectives.tokens import Tokens
 
-OF_TRANSFORMERS = {"vit-large", "gpt2", "gpt2-large", "bert-base", "bert-large"}
+OF_TRANSFORMERS = {"vit-large", "gpt2", "gpt2-large", "bert-base", "bert-large", "minilm"}
 FITTING = {
     **dict.fromkeys(["lstm", "transformer", "small-gpt", "gpt2", "gpt2-large"], ("tokens",)),
-    **dict.fromkeys(["bert-base", "bert-large"], ("questions", "pretraining")),
+    **dict.fromkeys(["bert-base", "bert-large", "minilm"], ("questions", "pretraining")),
     "deepspeech": ("speech",),
 }
 PAIRS = [(name, kind) for name in MODELS for kind in FITTING.get(name, ("images",))]
@@ -59,6 +59,8 @@ def count(model: nn.Module) -> int:
         ("gpt2-large", kinds.PIECES, 774_030_080),
         ("bert-base", kinds.SQUAD, 108_893_186),
         ("bert-large", kinds.SQUAD, 334_094_338),
+        ("minilm", kinds.SQUAD, 22_566_146),
+        ("minilm", kinds.WIKIPEDIA, 34_613_564),
         ("bert-base", kinds.WIKIPEDIA, 133_547_324),
         ("deepspeech", kinds.AN4, 27_569_568),
     ],

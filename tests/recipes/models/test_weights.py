@@ -39,6 +39,14 @@ def test_pretrained_weights_are_loaded(transformers: Any, weights: Path, kind: s
     assert torch.equal(embedding(model), saved.embeddings.word_embeddings.weight)
 
 
+def test_weights_in_half_precision_are_trained_in_single(transformers: Any, weights: Path) -> None:
+    saved = transformers.BertModel.from_pretrained(weights / "bert-base-uncased").half()
+    saved.save_pretrained(weights / "bert-base-uncased")
+    model = bert_base(SMALL["questions"], False)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.equal(embedding(model), saved.embeddings.word_embeddings.weight.float())
+
+
 def test_the_tiny_form_is_not_pretrained(transformers: Any, weights: Path) -> None:
     saved = transformers.BertModel.from_pretrained(weights / "bert-base-uncased")
     model = bert_base(SMALL["questions"], True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from thinwire.recipes.examples import Batch, Examples
+from thinwire.recipes.examples import Batch, Examples, send, split
+
+TESTED_NUMBERS = 1 << 15
+"""Of a column, which a test takes at once whatever the batch size; a window of text is a few hundred."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +28,19 @@ class Groups(Examples):
 
     def batch(self, index: Tensor, generator: torch.Generator | None) -> Batch:
         spans = zip(self.first[index].tolist(), self.first[index + 1].tolist(), strict=True)
-        rows = torch.cat([torch.arange(*span) for span in spans]).to(self.columns[0].device)
+        rows = torch.cat([torch.arange(*span) for span in spans])
+        rows = send(rows, self.columns[0].device)
         return tuple(column[rows].long() for column in self.columns)
+
+    def batches(
+        self, indices: Sequence[Tensor], generators: Sequence[torch.Generator]
+    ) -> list[Batch]:
+        rows = [int((self.first[index + 1] - self.first[index]).sum()) for index in indices]
+        return split(self.batch(torch.cat(list(indices)), None), rows)
+
+    def deal_test(self, *, rank: int, world: int, batch_size: int) -> list[Tensor]:
+        at_once = max(batch_size, TESTED_NUMBERS // self.columns[0][0].numel())
+        return super().deal_test(rank=rank, world=world, batch_size=at_once)
 
     def to(self, device: torch.device) -> Groups:
         return replace(self, columns=tuple(column.to(device) for column in self.columns))

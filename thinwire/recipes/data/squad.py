@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class Cut:
     """A longer question is cut."""
 
 
+SHORT_CUT = Cut(length=256)
 TINY_CUT = Cut(length=64, stride=16, question=16)
 
 
@@ -64,15 +66,17 @@ class Window:
     end: int
 
 
-def load(options: DataOptions) -> Data:
-    cut = TINY_CUT if options.tiny else Cut()
+def load(full_cut: Cut, test_every: int, options: DataOptions) -> Data:
+    """All questions to learn from, and every so many of those to test on."""
+    cut = TINY_CUT if options.tiny else full_cut
     if options.synthetic:
         vocabulary = TINY_VOCABULARY if options.tiny else BERT_VOCABULARY
         return make_questions(vocabulary, cut.length, options)
     train_path, test_path = locate("squad", options).paths
     (vocabulary_path,) = locate("bert-vocabulary", options).paths
     tokenizer = read_word_pieces(vocabulary_path)
-    train, test = (Paper(path, tokenizer, cut) for path in (train_path, test_path))
+    train = Paper(train_path, tokenizer, cut)
+    test = Paper(test_path, tokenizer, cut, test_every)
     every_window = torch.arange(len(train.windows) + 1)
     kind = Questions(
         vocabulary=tokenizer.get_vocab_size(), length=cut.length, references=test.references()
@@ -84,12 +88,17 @@ def load(options: DataOptions) -> Data:
     )
 
 
-class Paper:
-    """A file of questions, tokenised and cut into windows."""
+load_squad = partial(load, Cut(), 1)
+load_squad_short = partial(load, SHORT_CUT, 5)
 
-    def __init__(self, path: Path, tokenizer: Any, cut: Cut) -> None:
+
+class Paper:
+    """A file of questions, or every so many of them, tokenised and cut into windows."""
+
+    def __init__(self, path: Path, tokenizer: Any, cut: Cut, every: int = 1) -> None:
         self.cut = cut
-        self.contexts, self.questions = read_questions(path)
+        self.contexts, questions = read_questions(path)
+        self.questions = questions[::every]
         self.told = tokenise(tokenizer, self.contexts)
         self.asked = tokenise(tokenizer, [question.text for question in self.questions])
         self.separators = [tokenizer.token_to_id(piece) for piece in ("[CLS]", "[SEP]", "[PAD]")]

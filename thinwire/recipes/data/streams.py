@@ -7,12 +7,13 @@ in random order (`Windows`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from thinwire.recipes.examples import Batch, Examples, count_steps
+from thinwire.recipes.examples import Batch, Examples, count_steps, send, split
 
 TEST_STREAMS = 16
 """A test text is read in so many streams, whatever the number of workers: perplexity does not depend on it."""
@@ -20,7 +21,7 @@ TEST_STREAMS = 16
 
 def cut(tokens: Tensor, starts: Tensor, size: int) -> Batch:
     """The windows that begin at these places, and the token that follows each of theirs."""
-    starts = starts.to(tokens.device, non_blocking=True)
+    starts = send(starts, tokens.device)
     window = tokens[starts[:, None] + torch.arange(size + 1, device=tokens.device)].long()
     return window[:, :-1], window[:, 1:]
 
@@ -35,6 +36,12 @@ class Text(Examples):
     def __len__(self) -> int:
         """Whole windows."""
         return (len(self.tokens) - 1) // self.length
+
+    def batches(
+        self, indices: Sequence[Tensor], generators: Sequence[torch.Generator]
+    ) -> list[Batch]:
+        # Nothing is drawn, and all windows of a training text are of one length.
+        return split(self.batch(torch.cat(list(indices)), None), [len(i) for i in indices])
 
     def to(self, device: torch.device) -> Text:
         return replace(self, tokens=self.tokens.to(device))

@@ -5,6 +5,7 @@ Enough for a few steps of many workers, and no more: what is measured with it is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,11 @@ class Repeated(Examples):
 
     def batch(self, index: Tensor, generator: torch.Generator | None) -> Batch:
         return self.few.batch(index % len(self.few), generator)
+
+    def batches(
+        self, indices: Sequence[Tensor], generators: Sequence[torch.Generator]
+    ) -> list[Batch]:
+        return self.few.batches([index % len(self.few) for index in indices], generators)
 
     def to(self, device: torch.device) -> Repeated:
         return Repeated(self.few.to(device), self.count)

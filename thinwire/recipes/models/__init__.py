@@ -23,6 +23,7 @@ MODELS: dict[str, str] = {
     "gpt2-large": "thinwire.recipes.models.gpt2:gpt2_large",
     "bert-base": "thinwire.recipes.models.bert:bert_base",
     "bert-large": "thinwire.recipes.models.bert:bert_large",
+    "minilm": "thinwire.recipes.models.bert:minilm",
     "deepspeech": "thinwire.recipes.models.deepspeech:deepspeech",
 }
 """Where each model is made, as 'module:function'; imported when it is asked for."""

@@ -1,4 +1,4 @@
-"""BERT from transformers, base and large: with the head that the data ask for, questions or pretraining."""
+"""BERT from transformers, base, large and distilled to MiniLM: with the head that the data ask for, questions or pretraining."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ LARGE = {
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "intermediate_size": 4096,
+}
+MINILM = {
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "intermediate_size": 1536,
 }
 TINY = {
     "hidden_size": 16,
@@ -61,6 +67,11 @@ def bert_large(kind: Kind, tiny: bool) -> nn.Module:
     return _build("bert-large", kind, LARGE, "bert-large-uncased", tiny)
 
 
+def minilm(kind: Kind, tiny: bool) -> nn.Module:
+    """22,566,146 parameters for questions; 34,613,564 for pretraining."""
+    return _build("minilm", kind, MINILM, "all-MiniLM-L6-v2", tiny)
+
+
 def _build(name: str, kind: Kind, shape: dict[str, int], folder: str, tiny: bool) -> nn.Module:
     if not isinstance(kind, Questions | Pretraining):
         raise misfit(name, kind, Questions, Pretraining)
@@ -73,7 +84,8 @@ def _build(name: str, kind: Kind, shape: dict[str, int], folder: str, tiny: bool
         outputs = ("prediction_logits", "seq_relationship_logits")
     path = None if tiny else find_weights(name, folder)
     if path is not None:
-        model = make.from_pretrained(path, local_files_only=True)
+        # Weights that were saved in half precision are trained in single.
+        model = make.from_pretrained(path, local_files_only=True).float()
         check_vocabulary(name, model.config.vocab_size, kind.vocabulary)
     else:
         config = package.BertConfig(**(TINY if tiny else shape), vocab_size=kind.vocabulary)
