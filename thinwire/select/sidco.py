@@ -50,6 +50,8 @@ class SIDCoThreshold(ThresholdSelector):
     adapt: bool = False
     """Let every tensor find its own number of stages."""
 
+    form = ABOVE_ESTIMATES
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("distribution", self.distribution, DISTRIBUTIONS)
@@ -60,9 +62,11 @@ class SIDCoThreshold(ThresholdSelector):
         return SIDCoSession(self) if self.adapt else EstimateSession(self)
 
     @property
-    def form(self) -> str | None:  # type: ignore[override]
-        """Logarithms and counts that are read back are left to torch."""
-        return None if self.distribution == "gamma" or self.adapt else ABOVE_ESTIMATES
+    def torch_only(self) -> str:
+        """Logarithms of all magnitudes, and counts that are read back."""
+        if self.distribution == "gamma":
+            return 'distribution="gamma"'
+        return "adapt=True" if self.adapt else super().torch_only
 
     def estimate(self, look: Look) -> Tensor:
         return self.fit(look, [self.stages] * len(look.targets.pairs))
