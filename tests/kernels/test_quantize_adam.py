@@ -225,6 +225,17 @@ def test_loss_scales(kernels, memory, world):
     compare(kernels, scaled(2, memory), steps=4, world=world, **scale)
 
 
+def test_gradients_that_are_infinite_in_plain_units(kernels):
+    """Of one rank in a refresh, under a loss scale below 1."""
+
+    def change(count, gradients):
+        if count in (1, 2):
+            gradients[0]["long"].view(-1)[77] = 1e38
+
+    scale = {"scale": lambda: torch.tensor(0.1), "change": change}
+    compare(kernels, scaled(2, "refreshed"), steps=4, world=2, **scale)
+
+
 @pytest.mark.parametrize("bits", [8, 16])
 def test_the_mean_of_a_refresh(kernels, bits):
     """By kernels where the method itself is not."""

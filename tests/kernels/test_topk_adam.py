@@ -251,6 +251,17 @@ def test_loss_scales(kernels, memory):
     compare(kernels, scaled("whole", memory), steps=4, world=3, **scale)
 
 
+def test_gradients_that_are_infinite_in_plain_units(kernels):
+    """Of one rank in a refresh, under a loss scale below 1."""
+
+    def change(count, gradients):
+        if count in (1, 2):
+            gradients[0]["long"].view(-1)[77] = 1e38
+
+    scale = {"scale": lambda: torch.tensor(0.1), "change": change}
+    compare(kernels, scaled("whole", "refreshed"), steps=4, world=2, **scale)
+
+
 @pytest.mark.parametrize("memory", ["frozen", "refreshed"])
 def test_a_broken_exchange_returns_all(kernels, memory):
     """Before anything was sent, where the mean gradient comes first."""

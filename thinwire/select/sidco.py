@@ -62,7 +62,7 @@ class SIDCoThreshold(ThresholdSelector):
         return SIDCoSession(self) if self.adapt else EstimateSession(self)
 
     @property
-    def torch_only(self) -> str:
+    def torch_only(self) -> str:  # type: ignore[override]
         """Logarithms of all magnitudes, and counts that are read back."""
         if self.distribution == "gamma":
             return 'distribution="gamma"'
