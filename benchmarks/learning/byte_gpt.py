@@ -338,8 +338,11 @@ class LocalWorkers:
 class Training:
     """One cell at work; it can be put aside and taken up again."""
 
-    def __init__(self, cell: Cell, folder: Path, device: str) -> None:
+    def __init__(
+        self, cell: Cell, folder: Path, device: str, test_batches: int = TEST_BATCHES
+    ) -> None:
         self.cell = cell
+        self.test_batches = test_batches
         self.device = torch.device(device)
         self.train = read_bytes(folder, "train", self.device)
         self.valid = read_bytes(folder, "valid", self.device)
@@ -389,7 +392,7 @@ class Training:
         """Nats per byte of a text, the same batches always."""
         generator = torch.Generator().manual_seed(7)
         model, cell = self.job.model, self.cell
-        losses = [model(*draw_batch(text, cell, generator)) for _ in range(TEST_BATCHES)]
+        losses = [model(*draw_batch(text, cell, generator)) for _ in range(self.test_batches)]
         return float(torch.stack(losses).mean())
 
     def row(self) -> dict[str, Any]:

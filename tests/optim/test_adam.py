@@ -490,7 +490,7 @@ def test_switching_to_dense_sends_what_is_held_and_is_adamw_again() -> None:
     # A method that leaves Adam alone: it is the optimizer's again, momentum and all.
     state = optimizer.state[model[0].weight]
     assert state["exp_avg"].any() and state["exp_avg_sq"].any() and int(state["step"]) == 14
-    assert simulation.handles[0].steering._takeover is None
+    assert simulation.handles[0].steering.takeover is None
     simulation.close()
     assert state["exp_avg"].any()
 

@@ -19,7 +19,6 @@ def byte_gpt(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from learning import byte_gpt
 
-    monkeypatch.setattr(byte_gpt, "TEST_BATCHES", 1)
     return byte_gpt
 
 
@@ -35,7 +34,9 @@ def texts(tmp_path: Path) -> Path:
 def test_every_method_trains(byte_gpt, texts: Path) -> None:
     bits = {}
     for name in byte_gpt.METHODS:
-        training = byte_gpt.Training(byte_gpt.Cell(method=name, **SMALL), texts, "cpu")
+        training = byte_gpt.Training(
+            byte_gpt.Cell(method=name, **SMALL), texts, "cpu", test_batches=1
+        )
         assert training.run(FOREVER)
         row = training.row()
         bits[name] = row["bits"]
@@ -50,13 +51,13 @@ def test_every_method_trains(byte_gpt, texts: Path) -> None:
 def test_a_cell_put_aside_goes_on(byte_gpt, texts: Path, tmp_path: Path, name: str) -> None:
     # The tenth step is behind a round of local steps.
     cell = byte_gpt.Cell(method=name, **{**SMALL, "steps": 10})
-    whole = byte_gpt.Training(cell, texts, "cpu")
+    whole = byte_gpt.Training(cell, texts, "cpu", test_batches=1)
     whole.run(FOREVER)
-    first = byte_gpt.Training(cell, texts, "cpu")
+    first = byte_gpt.Training(cell, texts, "cpu", test_batches=1)
     assert not first.run(FOREVER, stop=9)
     path = tmp_path / "cell.pt"
     first.save(path)
-    second = byte_gpt.Training(cell, texts, "cpu")
+    second = byte_gpt.Training(cell, texts, "cpu", test_batches=1)
     second.load(path)
     assert second.run(FOREVER)
     assert second.curve == whole.curve
