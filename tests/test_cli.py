@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from thinwire import cli
+from tests.lanes import slow
 from thinwire.cli import COMMANDS, main
+from thinwire.recipes.report import SETTINGS_FILE
 from thinwire.version import __version__
 
 
@@ -149,19 +152,35 @@ def test_the_number_of_workers_is_torchruns_under_torchrun(
     assert "workers is 4, but 8 were started already (WORLD_SIZE)" in said
 
 
-def test_an_interrupted_job_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
+# Whoever starts the tests may have had interrupts ignored.
+INTERRUPTIBLE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from thinwire.cli import main
+sys.exit(main())
+"""
 
-    monkeypatch.setattr("thinwire.recipes.start.launch", interrupt)
-    assert main(["train", "digits", "--out", str(tmp_path / "a")]) == 130
-    assert capsys.readouterr().err == (
-        "thinwire train: interrupted; there is no checkpoint to go on from (--checkpoint-every N makes them)\n"
-    )
-    assert main(["compare", "digits", "--out", str(tmp_path / "b")]) == 130
-    assert f"thinwire compare --resume --out {tmp_path / 'b'} does" in capsys.readouterr().err
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("train", "there is no checkpoint to go on from (--checkpoint-every N makes them)"),
+        slow(
+            "compare", "thinwire compare --resume --out {out} does the runs that are not finished"
+        ),
+    ],
+)
+def test_an_interrupted_job_says_so(command: str, sentence: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = [sys.executable, "-c", INTERRUPTIBLE, command, "digits", "--out", str(out)]
+    job = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    while not (out / SETTINGS_FILE).exists():
+        assert job.poll() is None
+        time.sleep(0.05)
+    job.send_signal(signal.SIGINT)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 130
+    assert f"thinwire {command}: interrupted; {sentence.format(out=out)}" in said
 
 
 @pytest.mark.parametrize(
@@ -187,8 +206,6 @@ def test_a_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = cli.find_spec
-    monkeypatch.setattr(
-        cli, "find_spec", lambda name: None if name in missing.split() else found(name)
-    )
+    for name in missing.split():
+        monkeypatch.setitem(sys.modules, name, None)
     assert re.search(sentence, fail(arguments, capsys))

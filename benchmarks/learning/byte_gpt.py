@@ -440,8 +440,11 @@ class LocalWorkers:
 class Training:
     """One cell at work; it can be put aside and taken up again."""
 
-    def __init__(self, cell: Cell, folder: Path, device: str) -> None:
+    def __init__(
+        self, cell: Cell, folder: Path, device: str, test_windows: int = TEST_WINDOWS
+    ) -> None:
         self.cell = cell
+        self.test_windows = test_windows
         self.device = torch.device(device)
         self.train = read_bytes(folder, "train", self.device)
         self.valid = read_bytes(folder, "valid", self.device)
@@ -489,10 +492,10 @@ class Training:
     def test(self, text: Tensor) -> float:
         """Nats per byte of a text, the same windows always."""
         generator = torch.Generator().manual_seed(7)
-        windows = draw_windows(text, TEST_WINDOWS, self.cell.context, generator)
+        windows = draw_windows(text, self.test_windows, self.cell.context, generator)
         parts = windows.split(TEST_BATCH)
         losses = [self.job.model(part[:, :-1], part[:, 1:]) * len(part) for part in parts]
-        return float(torch.stack(losses).sum()) / TEST_WINDOWS
+        return float(torch.stack(losses).sum()) / self.test_windows
 
     def row(self) -> dict[str, Any]:
         sent = self.job.sent_bytes() - self.dense_bytes

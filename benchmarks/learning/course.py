@@ -65,11 +65,12 @@ class Course:
         epochs: int | None,
         graph: bool,
         note: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`end` is when the time of this task is over, `last` that of the sitting, which urgent cells may use."""
         self._study, self._seats, self._store, self._say = study, seats, store, say
         self._order, self._end, self._last, self._note = order, end, last, note
-        self._graph = graph
+        self._graph, self._clock = graph, clock
         self._pace = Pace()
         every = study.cells(study.most)
         earlier = store.rows_of(every)
@@ -113,7 +114,7 @@ class Course:
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def _next_order(self) -> Order | None:
-        now = time.monotonic()
+        now = self._clock()
         if now > self._last:
             return None
         if self._check and self._twin is None and self._waiting:
@@ -173,7 +174,7 @@ class Course:
         # It was measured from the last time on.
         before = running.load if running.shown else load
         self._pace.hear(running.cell.method, content, (before + load) / 2)
-        running.since, running.done, running.shown = time.monotonic(), content["done"], True
+        running.since, running.done, running.shown = self._clock(), content["done"], True
         running.load = load
         self._first_shown = self._first_shown or running.since
         if "losses" in content and running.graph:
@@ -232,7 +233,7 @@ class Course:
         shown = [one.shown for one in self._running.values()]
         if self._first_shown is None or self._stopping or not any(shown):
             return
-        now = time.monotonic()
+        now = self._clock()
         if not all(shown) and now < self._first_shown + PATIENCE_S:
             return
         if not self._settled:
@@ -261,7 +262,7 @@ class Course:
         assert self._epochs is not None
         self._planned = True
         study, epochs, seats, pace = self._study, self._epochs, self._seats.count, self._pace
-        left = self._last - time.monotonic()
+        left = self._last - self._clock()
         cells = [*(one.cell for one in self._running.values()), *self._waiting]
         turns = sorted({cell.turn for cell in cells})
         first = self._pending(turns[0])
@@ -286,7 +287,7 @@ class Course:
 
     def _make_room(self, reserve: float) -> None:
         """Stop the least important cells as long as one that runs cannot be finished beside them."""
-        now = time.monotonic()
+        now = self._clock()
         while True:
             staying = [one for key, one in self._running.items() if key not in self._stopping]
             late = self._find_late(staying, len(staying), now, reserve)

@@ -95,7 +95,7 @@ class LinearJob:
         coming = MOMENTUM / (1 - MOMENTUM) * self._momentum()
         if self.adam:
             return self._applied + coming + held
-        owned = self.handle.steering._takeover is not None
+        owned = self.handle.steering.takeover is not None
         return -self.weights() / LR + coming + (held if owned else held / (1 - MOMENTUM))
 
     def _momentum(self) -> Tensor:

@@ -59,7 +59,7 @@ def side_by_side(rank: int, world: int) -> list[tuple[torch.Tensor, torch.Tensor
         job.handle.switch(method, policy=policy)
         for _ in range(4):
             job.step()
-        seen.append((job.weights(), job.displacement(), job.handle.steering._takeover is not None))
+        seen.append((job.weights(), job.displacement(), job.handle.steering.takeover is not None))
     return seen
 
 
@@ -85,7 +85,7 @@ def moved_in_between(
     job.handle.regroup(model=job.ddp)
     for _ in range(3):
         job.step()
-    return job.weights(), job.displacement(), job.handle.steering._takeover is not None
+    return job.weights(), job.displacement(), job.handle.steering.takeover is not None
 
 
 @pytest.mark.parametrize("owned", [True, False])
@@ -109,7 +109,7 @@ def loaded_in_between(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor
     job.handle.load_state_dict(handle)
     for _ in range(3):
         job.step()
-    return job.weights(), job.displacement(), job.handle.steering._takeover is not None
+    return job.weights(), job.displacement(), job.handle.steering.takeover is not None
 
 
 def test_a_switch_under_way_outlives_a_load(pools: Callable[[int], Pool]) -> None:

@@ -30,7 +30,7 @@ class Journey:
     def __init__(self, rank: int, trials: Sequence[str], winner: str, *, adam: bool) -> None:
         self.rank, self.adam = rank, adam
         self.job = self.make()
-        survey = self.job.pilot._survey
+        survey = self.job.pilot.survey
         plans = [(trials, winner), (("int8", "dense"), "dense")]
         self.council = survey.council = Scripted(survey.council, plans)
         self.council.slow_start = True
@@ -71,7 +71,7 @@ def travel(rank: int, world: int, trials: Sequence[str], winner: str, adam: bool
         "labels": journey.job.pilot.labels,
         "moved": journey.moved,
         "weights": torch.stack(journey.weights),
-        "owned": journey.job.handle.steering._takeover is not None,
+        "owned": journey.job.handle.steering.takeover is not None,
     }
 
 
@@ -163,7 +163,7 @@ def resume_everywhere(
         if step not in steps:
             continue
         again = journey.make()
-        survey = again.pilot._survey
+        survey = again.pilot.survey
         survey.council = Scripted(survey.council, [(trials, trials[0])])
         again.resume(journey.job)
         before = again.displacement()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.bench.compress import CompressSettings, measure_compress, plan_cases
-from thinwire.bench.compress_anchors import ANCHORS, GlobalTopK, PerTensor, RowTopK
+from thinwire.bench.compress_anchors import ANCHORS, AnchorSpec, GlobalTopK, PerTensor, RowTopK
 from thinwire.bench.compress_fleet import DECODE, ENCODE, Fleet
 from thinwire.bench.compress_layout import describe_model, keep_compressible, lay_out_buckets
 from thinwire.bench.compress_plots import draw_selection
@@ -164,16 +164,17 @@ def test_rows_are_saved_and_not_measured_again(tmp_path: Path):
 
 
 def test_what_fails_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch):
-    def refuse(self, watch):
-        raise RuntimeError("no room\nat all")
+    class Refusing(GlobalTopK):
+        def lap(self, watch):
+            raise RuntimeError("no room\nat all")
 
-    monkeypatch.setattr(GlobalTopK, "lap", refuse)
+    monkeypatch.setitem(ANCHORS, "refusing", AnchorSpec(Refusing))
     rows = measure_compress(
         [MODEL],
         [0.05],
         "cpu",
         methods=[],
-        anchors=["torch-topk", "torch-row-topk"],
+        anchors=["refusing", "torch-row-topk"],
         settings=QUICK,
         out=tmp_path,
         say=lambda text: None,

@@ -60,6 +60,7 @@ class Cluster:
         method: Method,
         *,
         shapes: Mapping[str, Sequence[int]] | None = None,
+        strides: Mapping[str, Sequence[int]] | None = None,
         dtype: torch.dtype = torch.float32,
         policy: Sequence[Rule] = (),
         deterministic: bool = False,
@@ -71,7 +72,11 @@ class Cluster:
         self.world = world
         self.device = torch.device(device)
         self.dtype = dtype
-        self.infos = {n: parameter(n, s, dtype) for n, s in (shapes or SHAPES).items()}
+        strides = strides or {}
+        self.infos = {
+            name: parameter(name, shape, dtype, strides.get(name))
+            for name, shape in (shapes or SHAPES).items()
+        }
         self.policy = policy
         self.buckets = [list(self.infos)]
         self.ranks = VirtualCluster(world)

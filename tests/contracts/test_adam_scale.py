@@ -222,6 +222,31 @@ def test_a_loss_scale_changes_nothing() -> None:
             assert torch.equal(ours[name] * now[0], theirs[name])
 
 
+@pytest.mark.parametrize("bits", [8, 16, 32])
+@pytest.mark.parametrize("name", ["TopK", "2 bits"])
+def test_a_gradient_that_is_infinite_in_plain_units_skips_a_refresh(name: str, bits: int) -> None:
+    """Under a loss scale below 1 it is finite where it is exchanged, on one rank alone."""
+    memory = AdamMomentum(Refresh(every=2, bits=bits), adam=ADAM)
+    scale = torch.tensor(0.1)
+    cluster = seeded(ALL[name], memory, scale=lambda: scale, restorable=True)
+    stores = ("momentum", "residual", "second_moment")
+    for step in range(2):
+        cluster.step(cluster.random(step))
+    before = [held(cluster, rank, store) for rank in range(WORLD) for store in stores]
+    gradients = cluster.random(2)
+    gradients[1]["linear"][4, 5] = 1e38
+    for update in cluster.step(gradients):
+        assert all(update[name].isnan().all() for name in COMPRESSED)
+    after = [held(cluster, rank, store) for rank in range(WORLD) for store in stores]
+    for was, now in zip(before, after, strict=True):
+        assert all(same_bits(was[name], now[name]) for name in COMPRESSED)
+    assert all(
+        update[name].isfinite().all()
+        for update in cluster.step(cluster.random(3))
+        for name in COMPRESSED
+    )
+
+
 def test_refresh_is_in_the_ledger_and_in_the_plan() -> None:
     cluster = seeded(SELECTING["TopK"], MEMORIES["refreshed"])
     for step in range(4):

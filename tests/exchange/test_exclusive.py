@@ -41,7 +41,7 @@ def test_a_sample_knows_where_its_elements_come_from():
     parts = Parts(table, 4, CPU)
     c = torch.arange(1.0, table.numel + 1)
     for part in range(4):
-        (sample,) = parts._cut_samples((part,) * 4)
+        (sample,) = parts.cut_samples((part,) * 4)
         taken, table_of_sample = sample.take(c), sample.table
         for which, rows in enumerate(table_of_sample.rows):
             span = table_of_sample.slot_slice(which)

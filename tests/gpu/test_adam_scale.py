@@ -8,7 +8,8 @@ from torch import nn
 
 import thinwire as tw
 from tests.kernels import test_topk_adam as topk
-from tests.kernels.test_quantize_adam import MEMORIES, compare, scaled, spoiled
+from tests.kernels.adam_scale import MEMORIES, spoiled
+from tests.kernels.test_quantize_adam import compare, scaled
 
 pytestmark = [
     pytest.mark.gpu,

@@ -57,14 +57,20 @@ def compare_steps(
 def check_broken_exchange(method, kind):
     """An exchange that got no further than its first message, under an account of that `kind`, leaves memory with all there was."""
     cluster = Cluster(2, method, shapes=SHAPES)
-    gradients = cluster.random(0)
-    layout = cluster.layouts_of(list(SHAPES))[0]
-    flat = torch.zeros(layout.numel)
-    for slot in layout.slots:
-        slot.view(flat).copy_(gradients[0][slot.name])
-    cluster.reducers[0].reduce(Bucket(layout, flat))
+    gradients = begin_step(cluster)
     accounts = cluster.reducers[0].record.accounts
     assert any(isinstance(account, kind) for account in accounts)
     cluster.reducers[0].settle(discard=True)
     held = cluster.reducers[0].assignments.held("long", "residual")
-    assert torch.equal(held, gradients[0]["long"])
+    assert torch.equal(held, gradients["long"])
+
+
+def begin_step(cluster):
+    """Rank 0 begins a step with its gradients, which are returned, and nobody answers."""
+    gradients = cluster.random(0)[0]
+    layout = cluster.layouts_of(list(SHAPES))[0]
+    flat = torch.zeros(layout.numel)
+    for slot in layout.slots:
+        slot.view(flat).copy_(gradients[slot.name])
+    cluster.reducers[0].reduce(Bucket(layout, flat))
+    return gradients

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import thinwire as tw
-from tests.contracts.cluster import kernels_of
+from tests.contracts.cluster import Cluster, kernels_of
 from tests.kernels.cpu_compiler import needs_compiler
-from tests.kernels.test_fused_threshold import SHAPES, changed, compare, random
+from tests.kernels.test_fused_threshold import (
+    SHAPES,
+    changed,
+    compare,
+    compare_overflows,
+    random,
+)
 from tests.select.data import odd_tensors
+from thinwire.engine.bucket_plan import backends_of
 from thinwire.kernels.cuda.fused_estimate import FusedEstimate, HeldLook
 from thinwire.kernels.looks import TorchLook
 
@@ -27,9 +35,9 @@ METHODS = {
     "sidco, one stage": lambda **options: tw.SIDCo(stages=1, **options),
 }
 IN_TORCH = {
-    "gamma": tw.SIDCo(distribution="gamma", dense_fallback=False),
-    "adapting": tw.SIDCo(adapt=True, dense_fallback=False),
-    "as published": tw.GaussianK(finish="published", dense_fallback=False),
+    'SIDCoThreshold with distribution="gamma"': tw.SIDCo(distribution="gamma"),
+    "SIDCoThreshold with adapt=True": tw.SIDCo(adapt=True),
+    'GaussianThreshold with finish="published"': tw.GaussianK(finish="published"),
 }
 
 
@@ -69,6 +77,13 @@ def test_adversarial_values(kernels, name, kind):
     compare(kernels, method(name), changed(changes[kind], at=range(4)), steps=3)
 
 
+@pytest.mark.parametrize("value", [0.1, -1 / 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_equal_magnitudes_that_sums_have_to_round(kernels, name, value):
+    equal = changed(lambda g, _: torch.full_like(g, value), at=range(2))
+    compare(kernels, method(name), equal, steps=2)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["gaussiank", "redsync", "sidco"])
 def test_a_bad_gradient_on_one_rank(kernels, name, value):
@@ -78,6 +93,17 @@ def test_a_bad_gradient_on_one_rank(kernels, name, value):
         return g
 
     compare(kernels, method(name), changed(spoil, at=(1,)), steps=3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_memory_that_overflows_in_more_places_than_are_sent(kernels, name):
+    compare_overflows(kernels, method(name))
+
+
+@pytest.mark.parametrize("storage", ["bf16", "int8"])
+def test_narrow_memory_that_overflows(kernels, storage):
+    memory = tw.memory.Residual(storage=storage)
+    compare_overflows(kernels, method("gaussiank", memory=memory))
 
 
 def test_sums_that_overflow_are_seen(kernels):
@@ -125,8 +151,10 @@ def test_discarded_steps_give_everything_back(kernels):
 
 @pytest.mark.parametrize("name", IN_TORCH)
 def test_what_is_left_to_torch(kernels, name):
-    with pytest.raises(AssertionError, match="the kernels did not run"):
-        compare(kernels, IN_TORCH[name], random, steps=1)
+    cluster = Cluster(2, replace(IN_TORCH[name], dense_fallback=False), shapes=SHAPES)
+    cluster.step(cluster.random(0))
+    told = set(backends_of(cluster.reducers[0].routes).values())
+    assert told == {f"torch: no kernels know {name}"}
 
 
 class Asking:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -132,6 +133,28 @@ def test_a_bad_gradient_on_one_rank(kernels, value):
         return g
 
     compare(kernels, method(tau=9), changed(spoil, at=(1, 3)), steps=6)
+
+
+def compare_overflows(kernels, method):
+    """Gradient and memory overflow together in all of a slot, once it is used and once no rank has a gradient for another."""
+
+    def gradients(cluster, count):
+        made = cluster.random(count)
+        for by_name in made:
+            if count < 5:
+                by_name["odd"].fill_(2.5e38)
+            if count == 3:
+                by_name["last"].zero_()
+        return made
+
+    for cluster in compare(kernels, method, gradients, steps=7):
+        for rank in range(cluster.world):
+            assert all(bool(held.isfinite().all()) for held in cluster.residuals(rank).values())
+
+
+@pytest.mark.parametrize("threshold", [method(tau=9), tw.Threshold(density=0.05, threshold=1.0)])
+def test_memory_that_overflows_in_more_places_than_are_sent(kernels, threshold):
+    compare_overflows(kernels, replace(threshold, dense_fallback=False))
 
 
 def test_slots_without_a_gradient(kernels):

@@ -7,12 +7,11 @@ import torch
 
 import thinwire as tw
 from tests.contracts.cluster import Cluster
-from tests.kernels.cpu_compiler import needs_compiler
+from tests.kernels.cpu_compiler import CpuToolchain, needs_compiler
 from tests.memory.test_storage import KINDS, NARROW, SIZES, draw, fill, make_group
-from thinwire.kernels.cuda.pack import PIECE, PackKernels, Piece, cut_slots
+from thinwire.kernels.cuda.pack import PIECE, Piece, cut_slots
 from thinwire.kernels.cuda.structs import read_column
-from thinwire.memory import storage as storages
-from thinwire.memory.storage import STORAGES, PackedBinding
+from thinwire.memory.storage import PROBED_SIZES, STORAGES, PackedBinding
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 
@@ -133,17 +132,16 @@ def take_steps(storage, dtype, device="cpu"):
     return results
 
 
-def test_kernels_that_disagree_with_torch_are_not_used(kernels, monkeypatch, caplog):
-    pack = PackKernels.pack
+def test_kernels_that_disagree_with_torch_are_not_used(kernels, caplog):
+    def spoil(name, kernel):
+        def launch(blocks, threads, args):
+            kernel(blocks, threads, args)
+            if name == "pack_slots":
+                _, codes, *_ = args
+                codes[PROBED_SIZES[0]] += 1
 
-    def write_too_far(self, flat, codes, exponents, flag):
-        pack(self, flat, codes, exponents, flag)
-        codes[storages.PROBED_SIZES[0]] += 1
+        return launch
 
-    monkeypatch.setattr(PackKernels, "pack", write_too_far)
-    storages.kernels_agree.cache_clear()
-    try:
-        assert PackedBinding(make_group([300, 1]), STORAGES["int8"]).kernels is None
-    finally:
-        storages.kernels_agree.cache_clear()
+    kernels.use(CpuToolchain(wrap=spoil))
+    assert PackedBinding(make_group([300, 1]), STORAGES["int8"]).kernels is None
     assert "give other bits than torch" in caplog.text

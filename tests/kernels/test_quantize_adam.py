@@ -9,7 +9,19 @@ import torch
 
 import thinwire as tw
 from tests.contracts.cluster import Cluster
-from tests.kernels.comparing import SHAPES, compare_steps, routes_of
+from tests.kernels.adam_scale import (
+    ADAM,
+    MEMORIES,
+    check_broken_exchange,
+    compare_in_scale,
+    compare_infinite_in_plain_units,
+    compare_loss_scales,
+    compare_overflows,
+    in_scale,
+    seed_second_moments,
+    spoiled,
+)
+from tests.kernels.comparing import SHAPES, routes_of
 from tests.kernels.cpu_compiler import needs_compiler
 from tests.lanes import mostly_slow
 from thinwire.compress.quantized_kernel_routes import (
@@ -18,49 +30,18 @@ from thinwire.compress.quantized_kernel_routes import (
     ScaledKernelRoute,
 )
 from thinwire.compress.quantized_routes import SumRoute
-from thinwire.layout import Bucket
-from thinwire.memory.adam import AdamMomentum, AdamSettings
+from thinwire.memory.adam import AdamMomentum
 from thinwire.memory.refresh import Refresh
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
-ADAM = AdamSettings(0.9, 0.95, 1e-8, 10, 0)
-STORES = ("residual", "momentum", "second_moment")
-MEMORIES = {
-    "frozen": {},
-    "limited": {"limit": 0.7},
-    "refreshed": {"refresh": Refresh(every=2, bits=32)},
-    "refreshed, limited": {"refresh": Refresh(every=2), "limit": 0.7, "floor": 0.01},
-}
 
 
 def scaled(bits, memory="refreshed, limited", *, storage="fp32", **options):
-    memory = AdamMomentum(**MEMORIES[memory], storage=storage, adam=ADAM)
-    return tw.Quantized(bits=bits, dense_fallback=False, **options).in_scale(memory)
+    return in_scale(tw.Quantized(bits=bits, dense_fallback=False, **options), memory, storage)
 
 
-def seed_second_moments(cluster):
-    """Sizes that differ by orders of magnitude inside every tensor, and some that are 0."""
-    generator = torch.Generator().manual_seed(7)
-    for name, info in cluster.infos.items():
-        moment = torch.randn(info.shape, generator=generator).mul(3).exp()
-        moment.flatten()[::97] = 0.0
-        for reducer in cluster.reducers:
-            reducer.assignments.write_memory(name, "second_moment", moment.to(cluster.device))
-
-
-def compare(kernels, method, *, steps=3, world=2, **options):
-    compare_steps(
-        kernels,
-        method,
-        ScaledKernelRoute,
-        steps=steps,
-        world=world,
-        prepare=seed_second_moments,
-        stores=STORES,
-        accepted=not options.get("restorable"),
-        rebucketed=True,
-        **options,
-    )
+def compare(kernels, method, **options):
+    compare_in_scale(kernels, method, ScaledKernelRoute, **options)
 
 
 GRID = mostly_slow(
@@ -126,29 +107,8 @@ def test_narrow_gradients(kernels, case):
 )
 def test_narrow_memories(kernels, case):
     storage, restorable = case
-    method = scaled(2, storage=storage)
     options = {"change": spoiled, "discard": (2,), "restorable": restorable}
-    # Nobody knows what was accepted once memory is packed.
-    compare_steps(
-        kernels,
-        method,
-        ScaledKernelRoute,
-        steps=4,
-        world=2,
-        prepare=seed_second_moments,
-        stores=STORES,
-        accepted=False,
-        **options,
-    )
-
-
-def spoiled(count, gradients):
-    """A slot without a gradient, and a bad step, in a refresh and in another one."""
-    for one in gradients:
-        one["long"].zero_()
-    if count in (1, 2):
-        gradients[0]["row"][1, 5] = torch.inf
-        gradients[-1]["odd"].fill_(torch.nan)
+    compare(kernels, scaled(2, storage=storage), steps=4, told=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -168,27 +128,7 @@ def test_bad_and_discarded_steps_and_slots_without_a_gradient(kernels, case):
 @pytest.mark.parametrize("storage", ["fp32", "bf16"])
 @pytest.mark.parametrize("bits", [1, 2])
 def test_what_overflows(kernels, bits, storage):
-    """First c, then the momentum in the units of another loss scale, then nothing any more."""
-    now = [1.0]
-
-    def change(count, gradients):
-        now[0] = 1e20 if count >= 7 else 1.0
-        for one in gradients if 1 <= count < 7 else []:
-            one["row"].fill_(3e38)
-            one["odd"].mul_(1e-42)
-
-    compare_steps(
-        kernels,
-        scaled(bits, "limited", storage=storage),
-        ScaledKernelRoute,
-        steps=9,
-        world=2,
-        prepare=seed_second_moments,
-        stores=STORES,
-        accepted=False,
-        change=change,
-        scale=lambda: torch.tensor(now[0]),
-    )
+    compare_overflows(kernels, scaled(bits, "limited", storage=storage), ScaledKernelRoute)
 
 
 @pytest.mark.parametrize("bits", [1, 4])
@@ -200,29 +140,17 @@ def test_codes_that_overflow_in_the_scale(kernels, bits):
             for name, gradient in one.items():
                 one[name] = torch.where(gradient.abs() > 1, 3e38 * gradient.sign(), gradient)
 
-    compare_steps(
-        kernels,
-        scaled(bits, "frozen"),
-        ScaledKernelRoute,
-        steps=4,
-        world=2,
-        prepare=seed_second_moments,
-        stores=STORES,
-        accepted=False,
-        change=change,
-    )
+    compare(kernels, scaled(bits, "frozen"), steps=4, change=change, told=False)
 
 
 @pytest.mark.parametrize("memory", ["limited", "refreshed, limited"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_loss_scales(kernels, memory, world):
-    now = [1.0]
+    compare_loss_scales(kernels, scaled(2, memory), ScaledKernelRoute, world)
 
-    def change(count, gradients):
-        now[0] = (2.0, 2.0, 0.3, 8.0)[count]
 
-    scale = {"scale": lambda: torch.tensor(now[0]), "change": change}
-    compare(kernels, scaled(2, memory), steps=4, world=world, **scale)
+def test_gradients_that_are_infinite_in_plain_units(kernels):
+    compare_infinite_in_plain_units(kernels, scaled(2, "refreshed"), ScaledKernelRoute)
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -244,31 +172,9 @@ def test_the_mean_of_a_refresh(kernels, bits):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def first_bucket(cluster):
-    """Rank 0 begins a step, and nobody answers."""
-    gradients = cluster.random(0)
-    layout = cluster.layouts_of(list(SHAPES))[0]
-    flat = torch.zeros(layout.numel)
-    for slot in layout.slots:
-        slot.view(flat).copy_(gradients[0][slot.name])
-    cluster.reducers[0].reduce(Bucket(layout, flat))
-
-
 @pytest.mark.parametrize("memory", ["frozen", "refreshed"])
 def test_a_broken_exchange_returns_all(kernels, memory):
-    """Before anything was sent, where the mean gradient comes first."""
-    found = []
-    for on in (True, False):
-        kernels(on)
-        cluster = Cluster(2, scaled(2, memory), shapes=SHAPES)
-        seed_second_moments(cluster)
-        first_bucket(cluster)
-        accounts = cluster.reducers[0].record.accounts
-        assert any(isinstance(account, QuantizedKernelAccount) for account in accounts) == on
-        cluster.reducers[0].settle(discard=True)
-        found.append([cluster.reducers[0].assignments.held("long", store) for store in STORES])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
-    assert found[0][0].any()
+    check_broken_exchange(kernels, scaled(2, memory), QuantizedKernelAccount)
 
 
 def test_a_step_takes_as_many_launches_as_without_a_scale(kernels, launched):

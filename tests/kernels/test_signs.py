@@ -8,6 +8,7 @@ import torch
 import thinwire as tw
 from tests.contracts.cluster import Cluster
 from tests.kernels.cpu_compiler import needs_compiler
+from thinwire.engine.bucket_plan import backends_of
 
 pytestmark = needs_compiler
 SHAPES = {"long": (40, 251), "odd": (3, 431), "last": (2, 650)}
@@ -61,3 +62,20 @@ def test_votes_are_the_same_with_and_without_kernels(kernels, launched, abstain,
             for name in SHAPES:
                 assert torch.equal(mine[rank][name], other[rank][name])
                 assert torch.equal(mine[rank][name].signbit(), other[rank][name].signbit())
+
+
+@pytest.mark.parametrize(
+    ("on", "dtype", "world", "vote", "scaled"),
+    [
+        (True, torch.float32, 2, "torch, then CUDA kernels", "torch, then CUDA kernels"),
+        (True, torch.float32, 1, "torch: there is nobody to vote with", "torch, then CUDA kernels"),
+        (False, torch.float32, 2, *["torch: there are no kernels for cpu"] * 2),
+        (True, torch.float64, 2, *["torch: the kernels do not write signs of torch.float64"] * 2),
+    ],
+)
+def test_the_plan_tells_who_works_on_signs(kernels, on, dtype, world, vote, scaled):
+    kernels(on)
+    for method, told in ((tw.SignSGD(), vote), (tw.SignSGD(memory=tw.memory.Residual()), scaled)):
+        cluster = Cluster(world, method, shapes=SHAPES, dtype=dtype)
+        cluster.step(cluster.random(0))
+        assert set(backends_of(cluster.reducers[0].routes).values()) == {told}

@@ -78,11 +78,11 @@ def test_the_crowd_overflows(kernels):
     split = split_kernels(cluster)
     slot = [one.name for one in split.group.slots].index("long")
     starts, room = (
-        split._slots[slot : slot + 1],
-        int(read_column(SplitSlot, split._slots, "room")[slot]),
+        split.slots[slot : slot + 1],
+        int(read_column(SplitSlot, split.slots, "room")[slot]),
     )
     chunk = int(read_column(SplitSlot, starts, "chunk"))
-    assert int(split._counts[chunk, :-1].max()) > room
+    assert int(split.counts[chunk, :-1].max()) > room
 
 
 def wrong(count, gradients):
@@ -173,10 +173,10 @@ def test_a_damaged_message_marks_the_step_at_every_rank(kernels, wrong_index):
     indices = arrived[:, split.head : split.head + 4 * split.total].view(torch.int32)
     indices.fill_(-1)
     split.add_up(arrived, sent)
-    assert int(split._damaged) == 0
+    assert int(split.damaged) == 0
     indices[1, :2] = torch.tensor([wrong_index, wrong_index])
     split.add_up(arrived, sent)
-    assert int(split._damaged) == 1
+    assert int(split.damaged) == 1
     values = sent.sums[4 * split.total :].view(torch.float32)
     assert bool(values.isnan().any())
 

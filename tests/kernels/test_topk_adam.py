@@ -9,16 +9,19 @@ import torch
 
 import thinwire as tw
 from tests.contracts.cluster import Cluster
-from tests.kernels.comparing import SHAPES, compare_steps, routes_of
-from tests.kernels.cpu_compiler import needs_compiler
-from tests.kernels.test_quantize_adam import (
-    ADAM,
+from tests.kernels.adam_scale import (
     MEMORIES,
-    STORES,
-    first_bucket,
+    check_broken_exchange,
+    compare_in_scale,
+    compare_infinite_in_plain_units,
+    compare_loss_scales,
+    compare_overflows,
+    in_scale,
     seed_second_moments,
     spoiled,
 )
+from tests.kernels.comparing import SHAPES, routes_of
+from tests.kernels.cpu_compiler import needs_compiler
 from tests.lanes import mostly_slow
 from thinwire.compress.dense import CarriedRoute
 from thinwire.compress.kernel_routes import (
@@ -27,7 +30,6 @@ from thinwire.compress.kernel_routes import (
     ScaledTopKRoute,
 )
 from thinwire.compress.sparse import PartsRoute
-from thinwire.memory.adam import AdamMomentum
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 ROWS = {
@@ -46,23 +48,11 @@ METHODS = {
 
 
 def scaled(name="whole", memory="refreshed, limited", *, storage="fp32", **options):
-    memory = AdamMomentum(**MEMORIES[memory], storage=storage, adam=ADAM)
-    return METHODS[name](dense_fallback=False, **options).in_scale(memory)
+    return in_scale(METHODS[name](dense_fallback=False, **options), memory, storage)
 
 
-def compare(kernels, method, *, steps=3, world=2, packed=False, **options):
-    compare_steps(
-        kernels,
-        method,
-        ScaledTopKRoute,
-        steps=steps,
-        world=world,
-        prepare=seed_second_moments,
-        stores=STORES,
-        accepted=not packed and not options.get("restorable"),
-        rebucketed=not packed,
-        **options,
-    )
+def compare(kernels, method, **options):
+    compare_in_scale(kernels, method, ScaledTopKRoute, **options)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +148,7 @@ def test_narrow_gradients(kernels, case):
 def test_narrow_memories(kernels, case):
     storage, restorable = case
     options = {"change": spoiled, "discard": (2,), "restorable": restorable}
-    compare(kernels, scaled("rows", storage=storage), steps=4, packed=True, **options)
+    compare(kernels, scaled("rows", storage=storage), steps=4, told=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -191,16 +181,7 @@ def test_ties_and_zeros(kernels, name):
                 moment = torch.full(info.shape, 4.0)
                 reducer.assignments.write_memory(name, "second_moment", moment)
 
-    compare_steps(
-        kernels,
-        scaled(name, "limited"),
-        ScaledTopKRoute,
-        steps=4,
-        world=2,
-        prepare=prepare,
-        stores=STORES,
-        change=change,
-    )
+    compare(kernels, scaled(name, "limited"), steps=4, prepare=prepare, change=change)
 
 
 @pytest.mark.parametrize("name", ["whole", "rows", "columns"])
@@ -217,55 +198,21 @@ def test_weights_that_are_infinite(kernels, name):
 @pytest.mark.parametrize(("memory", "scaled_at"), [("limited", 7), ("refreshed, limited", 6)])
 @pytest.mark.parametrize("name", ["whole", "rows", "columns"])
 def test_what_overflows(kernels, name, memory, scaled_at):
-    """First c, in more places than are sent, then the momentum in the units of another loss scale, then nothing any more."""
-    now = [1.0]
-
-    def change(count, gradients):
-        now[0] = 1e20 if count >= scaled_at else 1.0
-        for one in gradients if 1 <= count < scaled_at else []:
-            one["row"].fill_(3e38)
-            one["odd"].mul_(1e-42)
-
-    compare_steps(
-        kernels,
-        scaled(name, memory),
-        ScaledTopKRoute,
-        steps=9,
-        world=2,
-        prepare=seed_second_moments,
-        stores=STORES,
-        accepted=False,
-        change=change,
-        scale=lambda: torch.tensor(now[0]),
-    )
+    compare_overflows(kernels, scaled(name, memory), ScaledTopKRoute, scaled_at)
 
 
 @pytest.mark.parametrize("memory", ["limited", "refreshed, limited"])
 def test_loss_scales(kernels, memory):
-    now = [1.0]
+    compare_loss_scales(kernels, scaled("whole", memory), ScaledTopKRoute, world=3)
 
-    def change(count, gradients):
-        now[0] = (2.0, 2.0, 0.3, 8.0)[count]
 
-    scale = {"scale": lambda: torch.tensor(now[0]), "change": change}
-    compare(kernels, scaled("whole", memory), steps=4, world=3, **scale)
+def test_gradients_that_are_infinite_in_plain_units(kernels):
+    compare_infinite_in_plain_units(kernels, scaled("whole", "refreshed"), ScaledTopKRoute)
 
 
 @pytest.mark.parametrize("memory", ["frozen", "refreshed"])
 def test_a_broken_exchange_returns_all(kernels, memory):
-    """Before anything was sent, where the mean gradient comes first."""
-    found = []
-    for on in (True, False):
-        kernels(on)
-        cluster = Cluster(2, scaled("whole", memory), shapes=SHAPES)
-        seed_second_moments(cluster)
-        first_bucket(cluster)
-        accounts = cluster.reducers[0].record.accounts
-        assert any(isinstance(account, KernelAccount) for account in accounts) == on
-        cluster.reducers[0].settle(discard=True)
-        found.append([cluster.reducers[0].assignments.held("long", store) for store in STORES])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
-    assert found[0][0].any()
+    check_broken_exchange(kernels, scaled("whole", memory), KernelAccount)
 
 
 @pytest.mark.parametrize("memory", ["frozen", "refreshed, limited"])

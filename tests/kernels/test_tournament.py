@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.gradients import slot_of
 from thinwire.kernels.exact_topk import AlikeRows, TournamentRows, exact_topk, make_plan
 from thinwire.kernels.topk import row_topk, row_topk_reference
-from thinwire.kernels.tournament import LEAST_RATIO, Strip, Tournament, choose, find_ones
+from thinwire.kernels.tournament import LEAST_RATIO, Portions, Strip, Tournament, choose, find_ones
 from thinwire.layout import RowTable, SlotKind
 from thinwire.select.topk import AllDimensionTopK, TradTopK
 
@@ -60,12 +60,12 @@ def make_data(kind: str, shape: tuple[int, ...]) -> Tensor:
     }[kind]
 
 
-def check(data: Tensor, keep: int) -> None:
+def check(data: Tensor, keep: int, portions: Portions | None = None) -> None:
     """`data` is [outer, length, inner], as it lies in memory; one element lies before it and one behind."""
     outer, length, inner = data.shape
     edge = torch.full((1,), 9e9, dtype=data.dtype)
     flat = torch.cat([edge, data.reshape(-1), edge])
-    tournament = Tournament([Strip(1, outer, length * inner, inner)], length, keep)
+    tournament = Tournament([Strip(1, outer, length * inner, inner)], length, keep, portions)
     indices, values = (chosen.view(outer, inner, keep) for chosen in tournament.run(flat))
     rows = data.movedim(1, -1)
     assert torch.equal(indices, row_topk_reference(rows, keep))
@@ -107,13 +107,12 @@ def test_any_shape_with_ties_gives_the_reference(outer, inner, keep, more, data)
     check(numbers.float(), keep)
 
 
-def test_work_in_many_parts_gives_the_reference(monkeypatch):
+def test_work_in_many_parts_gives_the_reference():
     """Parts of rows, of strips and of hits."""
-    for name, size in (("BUFFER_ELEMENTS", 512), ("HITS_AT_ONCE", 10), ("CHOSEN_AT_ONCE", 300)):
-        monkeypatch.setattr(f"thinwire.kernels.tournament.{name}", size)
+    portions = Portions(buffer=512, hits=10, chosen=300)
     for kind in ("random", "tied", "some rows zero"):
-        check(make_data(kind, (7, 1500, 1)), 15)
-        check(make_data(kind, (2, 400, 9)), 4)
+        check(make_data(kind, (7, 1500, 1)), 15, portions)
+        check(make_data(kind, (2, 400, 9)), 4, portions)
 
 
 @given(st.integers(1, 6), st.integers(1, 30), st.data())

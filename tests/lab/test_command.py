@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,9 @@ import typer
 from typer.testing import CliRunner
 
 from thinwire.errors import UsageError
-from thinwire.lab.check import Measurement, check
-from thinwire.lab.command import CONTEXT_SETTINGS, lab
+from thinwire.lab.check import CheckReport, Measurement, refuse_above
+from thinwire.lab.command import CONTEXT_SETTINGS, lab, show_check
 from thinwire.lab.topology import LabSpec
-
-check_module = sys.modules[check.__module__]
 
 
 def run_lab(*arguments: str) -> tuple[int, str]:
@@ -84,21 +81,19 @@ def test_check_measures_and_prints_the_ceiling() -> None:
     assert "host1 sends" in output
 
 
-@pytest.mark.root
-def test_check_fails_beyond_five_percent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_module, "measure_ceiling", lambda: 1e12)
-    monkeypatch.setattr(check_module, "measure_streams", lambda topology, pairs: [9e8] * len(pairs))
-    exit_code, output = run_lab("--hosts", "2", "--rate", "1gbit", "--check", "--", "true")
-    assert exit_code == 1
-    assert "6 of 6 measurements are more than 5% off" in output
+def test_check_fails_beyond_five_percent(capsys: pytest.CaptureFixture[str]) -> None:
+    links = tuple(Measurement(f"link {number}", 10**9, 9e8, 9.4e8) for number in range(6))
+    with pytest.raises(typer.Exit) as ended:
+        show_check(CheckReport(1e12, links))
+    assert ended.value.exit_code == 1
+    assert "6 of 6 measurements are more than 5% off" in capsys.readouterr().err
 
 
-def test_rates_above_the_ceiling_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_module, "measure_ceiling", lambda: 5e9)
+def test_rates_above_the_ceiling_are_refused() -> None:
     with pytest.raises(UsageError, match=r"rate of host1 is 10gbit, .* ceiling is 5.0gbit"):
-        check(LabSpec(hosts=2, rate="10gbit"))
+        refuse_above(LabSpec(hosts=2, rate="10gbit"), 5e9)
     with pytest.raises(UsageError, match="local_rate is 6gbit"):
-        check(LabSpec(hosts=2, rate="1gbit", local_rate="6gbit"))
+        refuse_above(LabSpec(hosts=2, rate="1gbit", local_rate="6gbit"), 5e9)
 
 
 def test_five_percent_is_the_border() -> None:

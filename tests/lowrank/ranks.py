@@ -39,10 +39,7 @@ def describe(
 
 
 class Ranks:
-    """`world` ranks that send the parameters `infos` with `method`."""
-
-    fused = False
-    """Whether the compressors are asked for their kernels first."""
+    """`world` ranks that send the parameters `infos` with `method`, by kernels where there are some for the CPU."""
 
     def __init__(
         self,
@@ -123,7 +120,7 @@ class Ranks:
 
     def route(self, rank: int, dtype: torch.dtype) -> Route:
         """How a rank's group travels in this step."""
-        terms = Terms(Place(rank, self.world), dtype, self.fused, self.deterministic)
+        terms = Terms(Place(rank, self.world), dtype, True, self.deterministic)
         plan = self.compressors[rank].plan(self.groups[rank], terms)
         modes = plan.begin([self.count] * len(self.groups[rank].slots))
         key = (rank, self.groups[rank], terms, modes)

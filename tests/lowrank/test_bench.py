@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from thinwire.bench.lowrank import PAPER_RANKS, measure_lowrank, sent_sizes, shapes_of
-from thinwire.bench.lowrank_command import bench_lowrank
+from thinwire.bench.lowrank_command import bench_lowrank, show
 from thinwire.errors import UsageError
 
 MEGABYTES = {
@@ -59,24 +59,21 @@ def command(*options: str):
     return CliRunner().invoke(app, list(options))
 
 
-def test_the_command_prints_and_writes_the_rows_of_the_papers_ranks(monkeypatch, tmp_path):
-    asked = []
-
-    def run(job, ranks, columns, repeats):
-        asked.append((ranks, columns, repeats))
-        row = {"workers": ranks, "sends": "P", "tensors": 3}
-        times = {"bytes": 2**20, "per_tensor_ms": 7.0, "fused_ms": 2.0}
-        return [{"model": name, **row, "rank": rank, **times} for name, rank in columns.items()]
-
-    monkeypatch.setattr("thinwire.bench.lowrank_command.run_ranks", run)
-    result = command("--models", "bert-base", "--ranks", "3", "--out", str(tmp_path))
-    assert result.exit_code == 0, result.output
-    assert asked == [(3, {"bert-base": 32}, 10)]
-    assert "tensor by tensor ms" in result.output
-    line = result.output.splitlines()[1].split()
+def test_rows_are_printed_and_written(tmp_path, capsys):
+    row = {"model": "bert-base", "workers": 3, "sends": "P", "tensors": 3, "rank": 32}
+    show([{**row, "bytes": 2**20, "per_tensor_ms": 7.0, "fused_ms": 2.0}], tmp_path)
+    printed = capsys.readouterr().out
+    assert "tensor by tensor ms" in printed
+    line = printed.splitlines()[1].split()
     assert line == ["bert-base", "3", "32", "P", "3", "1.00", "7.00", "2.00"]
     assert (tmp_path / "rows.csv").read_text().startswith("model,workers,sends")
     assert (tmp_path / "rows.json").exists()
+
+
+def test_the_command_takes_the_papers_ranks_and_refuses_what_it_does_not_know():
+    result = command("--models", "bert-base", "--ranks", "3", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "bert-base, rank 32" in result.output and "3 processes" in result.output
     assert isinstance(command("--models", "vgg").exception, UsageError)
     assert isinstance(command("--rank", "0").exception, UsageError)
 

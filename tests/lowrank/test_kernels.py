@@ -45,9 +45,8 @@ each_method = pytest.mark.parametrize("method", METHODS, ids=str)
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """Kernels on CPU tensors; ranks ask for them."""
-    monkeypatch.setattr(Ranks, "fused", True)
+def kernels():
+    """Kernels on CPU tensors."""
     with switch("cpu", PLAIN) as made:
         yield made
 
@@ -89,17 +88,15 @@ def test_another_bucketing_gives_the_same_bits(rank):
 
 @pytest.mark.parametrize("rank", [3, 8, 21])
 @pytest.mark.parametrize("method", [PowerSGD, ACPSGD])
-def test_steps_are_what_torch_computes(monkeypatch, method, rank):
+def test_steps_are_what_torch_computes(kernels, method, rank):
     """Every layout there is, a few steps, so that bases, residuals and updates have all been used again."""
     setting = method(rank=rank, dense_fallback=False)
-    fast = Ranks(setting, INFOS, 2)
-    monkeypatch.setattr(Ranks, "fused", False)
-    plain = Ranks(setting, INFOS, 2)
+    fast, plain = (Ranks(setting, INFOS, 2) for _ in range(2))
     for step in range(3):
         gradients = random_gradients(INFOS, 2, step)
-        monkeypatch.setattr(Ranks, "fused", True)
+        kernels(True)
         found, _ = fast.step(gradients)
-        monkeypatch.setattr(Ranks, "fused", False)
+        kernels(False)
         wanted, _ = plain.step(gradients)
         for name, values in wanted.items():
             assert torch.allclose(found[name], values, rtol=0, atol=2e-4), (name, step)
@@ -111,17 +108,17 @@ def test_steps_are_what_torch_computes(monkeypatch, method, rank):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_gradients(monkeypatch, dtype):
+def test_narrow_gradients(kernels, dtype):
     """The update comes in float32, so that what its cast loses can be kept."""
     infos = [describe("a", (24, 40), dtype), describe("b", (40, 16), dtype)]
     fast, plain = (Ranks(ACPSGD(rank=4, dense_fallback=False), infos, 2) for _ in range(2))
     for step in range(3):
         gradients = random_gradients(infos, 2, step)
+        kernels(True)
         found, outcome = fast.step(gradients)
         assert outcome.update.dtype == torch.float32
-        with monkeypatch.context() as patch:
-            patch.setattr(Ranks, "fused", False)
-            wanted, _ = plain.step(gradients)
+        kernels(False)
+        wanted, _ = plain.step(gradients)
         for name, values in wanted.items():
             assert torch.allclose(found[name], values, rtol=0, atol=2e-4)
     assert fast.fused_steps == 6

@@ -9,9 +9,14 @@ import thinwire as tw
 from tests.contracts.cluster import Cluster, parameter, same_bits
 from thinwire.errors import UsageError
 from thinwire.layout import Group
-from thinwire.memory import storage as storages
 from thinwire.memory.residual import Residual
-from thinwire.memory.storage import STORAGES, PackedBinding, make_store
+from thinwire.memory.storage import (
+    STORAGES,
+    PackedBinding,
+    StorageBlocks,
+    make_store,
+    pack_spans,
+)
 
 LOSS = {"bf16": 0.0035, "int8": 0.014}
 """Largest relative L2 error of one packing of normal data, as docs/methods.md states it."""
@@ -46,7 +51,7 @@ def repack(storage, x):
 def define(storage, x):
     """What packing makes of one slot, element by element as the format is defined."""
     limit = torch.finfo(torch.bfloat16).max if storage == "bf16" else 127 * 2.0**121
-    x = x.float().clamp(-limit, limit)
+    x = torch.where(x.isfinite(), x.float().clamp(-limit, limit), 0.0)
     bits = x.view(torch.int32)
     mixed = bits * -1640531527 + torch.arange(x.numel(), dtype=torch.int32) * 668265263
     mixed = (mixed ^ (mixed >> 15)) * -2048144789
@@ -74,6 +79,8 @@ def draw(kind, size):
             return x * 1e-41
         case "huge":
             return (x * 3e38).clamp(-3.4e38, 3.4e38)
+        case "overflown":
+            return torch.where(x > 1.0, torch.inf, torch.where(x < -1.0, -torch.inf, x))
         case "wide":
             return (
                 x * torch.randint(-140, 127, (size,), generator=generator).double().exp2().float()
@@ -87,14 +94,13 @@ def draw(kind, size):
     return x
 
 
-KINDS = ["random", "zeros", "tiny", "huge", "wide", "edges"]
+KINDS = ["random", "zeros", "tiny", "huge", "overflown", "wide", "edges"]
 
 
 @pytest.mark.parametrize("gap", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("storage", NARROW)
-def test_every_slot_is_packed_as_if_alone(storage, kind, gap, monkeypatch):
-    monkeypatch.setattr(storages, "CHUNK", 3)
+def test_every_slot_is_packed_as_if_alone(storage, kind, gap):
     group = make_group(SIZES, gap=gap, alignment=1 if gap else 4)
     values = [draw(kind, size) for size in SIZES]
     flat = fill(group, values)
@@ -108,6 +114,20 @@ def test_every_slot_is_packed_as_if_alone(storage, kind, gap, monkeypatch):
         other.put(slot, one)
     assert torch.equal(other.packed.codes, binding.packed.codes)
     assert torch.equal(other.packed.exponents, binding.packed.exponents)
+
+
+@pytest.mark.parametrize("storage", NARROW)
+def test_it_does_not_matter_how_many_blocks_are_packed_at_a_time(storage):
+    group, packing = make_group(SIZES), STORAGES[storage]
+    spans = group.spans(fill(group, [draw("wide", size) for size in SIZES]))
+    blocks = StorageBlocks(SIZES, group.device)
+    found = []
+    for at_a_time in (3, blocks.total):
+        codes = torch.zeros(group.numel, dtype=packing.codes)
+        exponents = torch.zeros(blocks.total, dtype=torch.int8)
+        pack_spans(packing, blocks, spans, group.spans(codes), exponents, at_a_time)
+        found.append((codes, exponents))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("storage", NARROW)

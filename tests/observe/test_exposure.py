@@ -32,7 +32,7 @@ def test_only_the_last_bucket_of_a_step_counts():
     clock = ExposureClock(CPU, wanted=True)
     marks = take_step(clock, 1, [0.0, 0.2])
     assert clock.milliseconds() >= 190
-    (end,) = clock._ends
+    (end,) = clock.ends
     assert end.ready is marks[-1] and end.delivered is not None
 
 
@@ -41,7 +41,7 @@ def test_later_steps_are_looked_at_now_and_then(buckets):
     clock = ExposureClock(CPU, wanted=True)
     for step in range(1, FIRST + 4 * EVERY + 1):
         take_step(clock, step, [0.0] * buckets)
-    whole = [end.step for end in clock._ends if end.ready is not None]
+    whole = [end.step for end in clock.ends if end.ready is not None]
     assert len(whole) in (FIRST + 4, FIRST + 5) and whole[-1] >= FIRST + 3 * EVERY
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from thinwire.exchange.requests import Program, Sum
-from thinwire.observe import stats
 from thinwire.observe.ledger import Ledger
 from thinwire.observe.stats import ParameterStats, Tally, TrafficRow, WayTraffic
 
@@ -29,9 +28,8 @@ def ask(step: int) -> Program[None]:
 
 @pytest.mark.parametrize("most", [1, 4096])
 @pytest.mark.parametrize("kept", [True, False], ids=["the same ways", "new ways"])
-def test_totals_are_those_of_all_steps(monkeypatch, most, kept):
-    monkeypatch.setattr(stats, "MOST_ACTIVE", most)
-    tally = Tally(Ledger(3), lambda request: request.sent_bytes(3))
+def test_totals_are_those_of_all_steps(most, kept):
+    tally = Tally(Ledger(3), lambda request: request.sent_bytes(3), most)
     known = [describe(step) for step in range(4)]
     expected = {row.name: ParameterStats() for row in known[0].rows}
     for step in range(30):

@@ -5,29 +5,27 @@ from __future__ import annotations
 import pytest
 
 from thinwire.errors import UsageError
-from thinwire.recipes import links
 from thinwire.recipes.config import Running
 from thinwire.recipes.device import choose_device
 from thinwire.recipes.job import build_job
+from thinwire.recipes.links import settle_link
 
 
-def test_auto_is_a_slow_link_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert links.settle_link(Running()) == (Running(), "")
-    monkeypatch.setattr(links, "why_no_link", lambda running: "")
-    assert links.settle_link(Running(link="auto")) == (Running(link="50mbit"), "")
-    monkeypatch.setattr(links, "why_no_link", lambda running: "no.")
-    assert links.settle_link(Running(link="auto")) == (Running(), "no.")
+def test_auto_is_a_slow_link_or_none() -> None:
+    assert settle_link(Running()) == (Running(), "")
+    assert settle_link(Running(link="auto"), lambda running: "") == (Running(link="50mbit"), "")
+    assert settle_link(Running(link="auto"), lambda running: "no.") == (Running(), "no.")
     with pytest.raises(UsageError, match=r"link is .1gbit., which cannot be had here: no\."):
-        links.settle_link(Running(link="1gbit"))
+        settle_link(Running(link="1gbit"), lambda running: "no.")
 
 
 def test_workers_without_a_network_of_their_own_have_no_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(UsageError, match="simulated workers are one process"):
-        links.settle_link(Running(link="1gbit", simulate_workers=4))
+        settle_link(Running(link="1gbit", simulate_workers=4))
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert "need root" in links.settle_link(Running(link="auto"))[1]
+    assert "need root" in settle_link(Running(link="auto"))[1]
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -35,7 +33,7 @@ def test_workers_without_a_network_of_their_own_have_no_link(
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    assert "started by a launcher" in links.settle_link(Running(link="auto"))[1]
+    assert "started by a launcher" in settle_link(Running(link="auto"))[1]
 
 
 @pytest.mark.parametrize("link", ["fast", "1", "unshaped", "1kbit", 50])

@@ -35,7 +35,9 @@ def texts(tmp_path: Path) -> Path:
 def test_every_method_trains(byte_gpt, texts: Path) -> None:
     bits = {}
     for name in byte_gpt.METHODS:
-        training = byte_gpt.Training(byte_gpt.Cell(method=name, **SMALL), texts, "cpu")
+        training = byte_gpt.Training(
+            byte_gpt.Cell(method=name, **SMALL), texts, "cpu", test_windows=2
+        )
         assert training.run(FOREVER)
         row = training.row()
         bits[name] = row["bits"]
@@ -86,13 +88,13 @@ def test_inner_steps_together_are_those_of_each_worker(byte_gpt) -> None:
 def test_a_cell_put_aside_goes_on(byte_gpt, texts: Path, tmp_path: Path, name: str) -> None:
     # The tenth step is behind a round of local steps.
     cell = byte_gpt.Cell(method=name, **{**SMALL, "steps": 10})
-    whole = byte_gpt.Training(cell, texts, "cpu")
+    whole = byte_gpt.Training(cell, texts, "cpu", test_windows=2)
     whole.run(FOREVER)
-    first = byte_gpt.Training(cell, texts, "cpu")
+    first = byte_gpt.Training(cell, texts, "cpu", test_windows=2)
     assert not first.run(FOREVER, stop=9)
     path = tmp_path / "cell.pt"
     first.save(path)
-    second = byte_gpt.Training(cell, texts, "cpu")
+    second = byte_gpt.Training(cell, texts, "cpu", test_windows=2)
     second.load(path)
     assert second.run(FOREVER)
     assert second.curve == whole.curve

@@ -216,14 +216,11 @@ class Machine:
     steps_per_epoch = 97
     graph_loss = 2.0
 
-    def __init__(self, count: int, steps_per_second: float, monkeypatch) -> None:
-        from learning import course
-
+    def __init__(self, count: int, steps_per_second: float) -> None:
         self.count, self.now, self.total = count, 0.0, steps_per_second
         self.cells: dict[str, dict] = {}
         self.finished_at: dict[str, float] = {}
         self.most_at_once = 0
-        monkeypatch.setattr(course.time, "monotonic", lambda: self.now)
 
     def tell(self, key, message) -> None:
         from learning.orders import Epochs
@@ -297,7 +294,7 @@ def sit(machine: Machine, tmp_path: Path, end: float, epochs: int | None = None,
 
     course = Course(
         studies()[0], seats=machine, store=store, say=said.append, order=order,
-        end=end, last=end, epochs=epochs, graph=graph, note="",
+        end=end, last=end, epochs=epochs, graph=graph, note="", clock=lambda: machine.now,
     )  # fmt: skip
     course.run()
     assert machine.now < end + 5
@@ -315,8 +312,8 @@ def rounds_done(machine: Machine) -> list[int]:
 
 
 @pytest.mark.parametrize("seats", [6, 15])
-def test_with_enough_time_the_urgent_cells_are_finished_first(tmp_path, monkeypatch, seats):
-    machine = Machine(seats, 150.0, monkeypatch)
+def test_with_enough_time_the_urgent_cells_are_finished_first(tmp_path, seats):
+    machine = Machine(seats, 150.0)
     _, said = sit(machine, tmp_path, 500.0)
     done = rounds_done(machine)
     assert done[:4] == [6, 6, 6, 3]
@@ -325,9 +322,9 @@ def test_with_enough_time_the_urgent_cells_are_finished_first(tmp_path, monkeypa
     assert not any("NOT ENOUGH" in line or "makes room" in line for line in said)
 
 
-def test_with_little_time_the_first_round_is_finished_before_the_others(tmp_path, monkeypatch):
+def test_with_little_time_the_first_round_is_finished_before_the_others(tmp_path):
     """15 cells at once would not be: the least important ones make room."""
-    machine = Machine(15, 109.0, monkeypatch)
+    machine = Machine(15, 109.0)
     _, said = sit(machine, tmp_path, 300.0, epochs=30)
     done = rounds_done(machine)
     assert done[0] == 6 and sum(done[1:]) >= 2
@@ -341,8 +338,8 @@ def test_with_little_time_the_first_round_is_finished_before_the_others(tmp_path
 
 
 @pytest.mark.parametrize("graph_loss", [2.01, 2.5])
-def test_graphs_that_compute_something_else_are_given_up(tmp_path, monkeypatch, graph_loss):
-    machine = Machine(15, 150.0, monkeypatch)
+def test_graphs_that_compute_something_else_are_given_up(tmp_path, graph_loss):
+    machine = Machine(15, 150.0)
     machine.graph_loss = graph_loss
     _, said = sit(machine, tmp_path, 600.0, graph=True)
     given_up = "which is too much: all cells begin again without graphs"
@@ -350,8 +347,8 @@ def test_graphs_that_compute_something_else_are_given_up(tmp_path, monkeypatch, 
     assert rounds_done(machine)[:4] == [6, 6, 6, 3]
 
 
-def test_a_sitting_that_is_too_short_says_so_first(tmp_path, monkeypatch):
-    machine = Machine(15, 30.0, monkeypatch)
+def test_a_sitting_that_is_too_short_says_so_first(tmp_path):
+    machine = Machine(15, 30.0)
     store, said = sit(machine, tmp_path, 120.0)
     assert said[1].startswith("NOT ENOUGH TIME: ") and "6 most important cells with 15" in said[1]
     assert store.warnings == [said[1]]

@@ -144,6 +144,15 @@ def test_zeros_do_not_decide_the_fit_of_a_gamma_law():
     assert float(beyond) == pytest.approx(0.01, rel=1e-3)
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("value", [-0.25, 0.1, 1 / 3, 7e-6, 3.3e5])
+def test_the_pareto_law_of_equal_magnitudes_is_all_at_their_mean(value, stages):
+    """Their variance is 0, whatever rounding leaves of it in one order of adding up or another."""
+    x = torch.full((77777,), value)
+    (threshold,) = SIDCoThreshold(0.01, "published", "pareto", stages).estimate(look_at(x, 777))
+    assert threshold.float() == x[0].abs()
+
+
 def test_sidco_adapts_its_stages_and_remembers_them():
     selector = SIDCoThreshold(0.001, distribution="pareto", stages=1, adapt=True)
     session = selector.session()

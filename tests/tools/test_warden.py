@@ -21,7 +21,7 @@ from thinwire.tools.warden import Warden
 worker = subprocess.Popen(sys.argv[2:], start_new_session=True)
 with Warden(Path(sys.argv[1])) as warden:
     warden.guard(worker)
-    print(worker.pid, warden._process.pid, flush=True)
+    print(worker.pid, warden.process.pid, flush=True)
     sys.stdin.read()
 """
 
@@ -68,7 +68,7 @@ def test_a_launcher_that_ends_well_is_left_alone(tmp_path: Path) -> None:
     try:
         with Warden(tmp_path) as watching:
             watching.guard(worker)
-        assert watching._process.returncode == 0
+        assert watching.process.returncode == 0
         assert worker.poll() is None and tmp_path.exists()
     finally:
         worker.kill()

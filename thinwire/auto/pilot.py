@@ -70,8 +70,9 @@ class Pilot:
         self.history: list[tuple[int, str]] = []
         """(step, what was done in it), for people and for tests."""
         self._reducer = reducer
-        self._survey = Survey(reducer, council, candidates)
-        self._clock = self._survey.clock
+        self.survey = Survey(reducer, council, candidates)
+        """What it measures."""
+        self._clock = self.survey.clock
         self._switch = switch
         self._turn = 0
         """Steps begun in this phase."""
@@ -91,20 +92,20 @@ class Pilot:
 
     @property
     def _council(self) -> Council:
-        return self._survey.council
+        return self.survey.council
 
     # -- called in every step ------------------------------------------------------------------------------------
 
     def ready(self, bucket: Bucket) -> Callable[[], None]:
         look = self.phase == MEASURING and self._turn == WARM_STEPS + 1
-        return self._survey.ready(bucket, look=look)
+        return self.survey.ready(bucket, look=look)
 
     def begin_step(self, step: int) -> None:
         """What this step is for. Everything here depends on counts and agreed figures only."""
         self._clock.begin_step()
         if self._wanted is not None:
             if self._use(self._wanted, step):
-                self._survey.restart()
+                self.survey.restart()
             return
         {MEASURING: self._measure, TRYING: self._try, WATCHING: self._watch}[self.phase](step)
         self._turn += 1
@@ -124,9 +125,9 @@ class Pilot:
         if 0 < self._turn <= WARM_STEPS and not self.labels and self._leave_slow_start(step):
             return
         if self._turn == WARM_STEPS:
-            self._survey.restart()
+            self.survey.restart()
         elif self._turn == WARM_STEPS + LEAST_STEPS:
-            fitting = int(self.adaptive.measure_s / max(self._survey.period_s(), 1e-6))
+            fitting = int(self.adaptive.measure_s / max(self.survey.period_s(), 1e-6))
             steps = max(LEAST_STEPS, min(self.adaptive.measure_steps, fitting))
             self._until = WARM_STEPS + steps
         if self._turn >= max(self._until, WARM_STEPS + LEAST_STEPS):
@@ -145,13 +146,13 @@ class Pilot:
         self._units = tuple(Unit(names, 0.0, UNIFORM_CURVE) for names in units)
         self._turn = 0
         if self._use((quick,) * len(units), step):
-            self._survey.restart()
+            self.survey.restart()
         return True
 
     def _plan(self, step: int) -> None:
         """Measure the link and the candidates' work, predict, and let rank 0 decide what is tried."""
-        period = self._survey.period_s()
-        profile = self._survey.take_profile(self.labels)
+        period = self.survey.period_s()
+        profile = self.survey.take_profile(self.labels)
         if profile is None:
             self._note(
                 step,
@@ -203,10 +204,10 @@ class Pilot:
 
     def _try(self, step: int) -> None:
         if self._turn == WARM_STEPS:
-            self._survey.restart()
+            self.survey.restart()
         if self._turn < WARM_STEPS + self.adaptive.trial_steps:
             return
-        seconds = self._survey.period_s()
+        seconds = self.survey.period_s()
         self._trials.seconds[self.labels] = seconds
         self._note(step, f"{describe(self.labels)} took {1e3 * seconds:.1f} ms in a trial")
         self._go_on_trying(step)
@@ -225,7 +226,7 @@ class Pilot:
             self._expected_s = self._trials.seconds[wanted]
             self._note(step, f"{describe(wanted)} is kept")
         if wanted == self.labels or self._use(wanted, step):
-            self._survey.restart()
+            self.survey.restart()
 
     def _settle_for(self, step: int, labels: tuple[str, ...]) -> None:
         self._enter(WATCHING)
@@ -233,7 +234,7 @@ class Pilot:
             self._use(labels, step)
         else:
             self.labels = labels
-        self._survey.restart()
+        self.survey.restart()
 
     # -- watching ------------------------------------------------------------------------------------------------
 
@@ -356,6 +357,6 @@ class Pilot:
 
     def _use_profile(self, profile: Profile) -> None:
         self.profile, self._units = profile, profile.units
-        self._survey.work = dict(profile.work)
-        self._predictor = self._survey.predictor(profile)
+        self.survey.work = dict(profile.work)
+        self._predictor = self.survey.predictor(profile)
         self.decision = self._predictor.decide()

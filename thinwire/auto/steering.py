@@ -58,7 +58,8 @@ class Steering:
         """The user's own rules."""
         self._rules = list(policy)
         """The rules in force; a pilot adds its own."""
-        self._takeover = takeover
+        self.takeover = takeover
+        """What was taken over from the optimizer; None while it works alone."""
         self._prospect = prospect
         self._next: tuple[Method, list[Rule]] | None = None
         """What comes when momentum has changed hands, which takes a dense step."""
@@ -69,8 +70,8 @@ class Steering:
         """What the reducer runs: the method and the rules, with what was taken over in them; dense while momentum is to
         change hands."""
         if self._next is not None:
-            return bind(Dense(), [], self._takeover)
-        return bind(self._method, self._rules, self._takeover)
+            return bind(Dense(), [], self.takeover)
+        return bind(self._method, self._rules, self.takeover)
 
     def begin_move(self) -> tuple[Method, list[Rule]]:
         """What the reducer among other ranks begins with. What a pilot decided for the old ones is void: it starts dense.
@@ -78,10 +79,10 @@ class Steering:
         With momentum in the handle's hands that waits for `follow_move`: only the method in force has a place for it.
         """
         self._dismiss_onlooker()
-        if self.pilot is not None and self._takeover is None:
+        if self.pilot is not None and self.takeover is None:
             self._method = self._asked
             self._rules, self._next = list(self._policy), None
-        return bind(self._method, self._rules, self._takeover)
+        return bind(self._method, self._rules, self.takeover)
 
     def rebind(self) -> None:
         """The takeover binds the method in another way from now on, on all ranks alike."""
@@ -92,7 +93,7 @@ class Steering:
         reducer = self._handle.reducer
         reducer.before_step.append(self._finish_switch)
         if self.pilot is not None:
-            if self._takeover is not None:
+            if self.takeover is not None:
                 self._method, self._rules, self._next = Dense(), list(self._policy), None
                 reducer.switch(*self.settings())
             self._begin(self.pilot.adaptive)
@@ -118,12 +119,12 @@ class Steering:
         """Use another method from this step on; False if momentum has to change hands first, which takes a dense step."""
         reducer = self._handle.reducer
         methods = [method, *(rule.method for rule in rules if rule.method)]
-        wanted, taken = whose_momentum(methods), self._takeover is not None
+        wanted, taken = whose_momentum(methods), self.takeover is not None
         if wanted is None or wanted == taken or not self._can_change_hands():
-            reducer.switch(*bind(method, rules, self._takeover))
+            reducer.switch(*bind(method, rules, self.takeover))
             self._method, self._rules, self._next = method, list(rules), None
-            if self._takeover is not None:
-                self._takeover.follow_switch(self._handle)
+            if self.takeover is not None:
+                self.takeover.follow_switch(self._handle)
             return True
         if not taken:
             # Whatever cannot be taken over is refused now.
@@ -200,8 +201,8 @@ class Steering:
 
     def _can_change_hands(self) -> bool:
         """Whether the optimizer is known, and can go on by itself where it has been in other hands."""
-        if self._takeover is not None:
-            return self._takeover.can_give_back
+        if self.takeover is not None:
+            return self.takeover.can_give_back
         return self._prospect.optimizer is not None
 
     def _finish_switch(self, step: int) -> None:
@@ -211,7 +212,7 @@ class Steering:
 
     def give_back(self) -> bool:
         """Hand momentum back for good if it is the same on all ranks, as it is when all is dense; False if it is not, or none was taken."""
-        taken = self._takeover
+        taken = self.takeover
         if taken is None or not taken.can_give_back:
             return False
         if not self._handle.reducer.assignments.hold_nothing_back:
@@ -224,21 +225,21 @@ class Steering:
         replicas = self._handle.reducer.replicas
         if replicas is not None and taken in replicas.followers:
             replicas.followers.remove(taken)
-        self._takeover = None
+        self.takeover = None
 
     def _change_hands(self) -> None:
         assert self._next is not None
         (method, rules), self._next = self._next, None
         self._method, self._rules = method, rules
         reducer = self._handle.reducer
-        if self._takeover is not None:
-            self._return(self._takeover)
+        if self.takeover is not None:
+            self._return(self.takeover)
             reducer.switch(method, rules)
             return
         methods = [method, *(rule.method for rule in rules if rule.method)]
         taken = self._prospect.take_over(find_owner(methods))
         assert taken is not None
-        self._takeover = taken
+        self.takeover = taken
         reducer.switch(*bind(method, rules, taken))
         taken.commit([self._handle])
         if reducer.replicas is not None:
@@ -248,9 +249,9 @@ class Steering:
 
     def save_into(self, content: dict[str, Any]) -> None:
         """Add what of the handle's state is not its reducer's."""
-        if self._takeover is not None:
-            content["memory"] |= self._takeover.stores()
-            numbers = self._takeover.numbers()
+        if self.takeover is not None:
+            content["memory"] |= self.takeover.stores()
+            numbers = self.takeover.numbers()
             content |= {"takeover": numbers} if numbers else {}
         if self.pilot is not None:
             content["auto"] = self.pilot.state()
@@ -259,8 +260,8 @@ class Steering:
         """The reducer is about to load its state out of this content; with `reset` memory is left out on purpose."""
         if self.pilot is not None and "auto" in content:
             self.pilot.load(content["auto"])
-        if self._takeover is not None:
-            self._takeover.before_load(self._handle, content.get("takeover", {}))
+        if self.takeover is not None:
+            self.takeover.before_load(self._handle, content.get("takeover", {}))
         if not reset and not any(content["memory"].values()) and self._held_back(content):
             logger.warning(FORGOTTEN)
 
@@ -272,8 +273,8 @@ class Steering:
         return since is not None and int(since) < int(content.get("step", 0))
 
     def after_load(self, content: dict[str, Any]) -> None:
-        if self._takeover is not None:
-            self._takeover.after_load(self._handle, content["memory"])
+        if self.takeover is not None:
+            self.takeover.after_load(self._handle, content["memory"])
 
 
 def whose_momentum(methods: Sequence[Method]) -> bool | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -68,6 +71,10 @@ def bench_lowrank(
         planned = [f"{model}, rank {count}" for model, count in columns.items()]
         show_plan(planned, f"{measured.ranks} processes")
     else:
-        rows = run_ranks(measure_models, measured.ranks, columns, measured.iters)
-        shown = [{**row, "megabytes": row["bytes"] / 2**20} for row in rows]
-        show_rows(format_table(COLUMNS, shown, box=None), rows, measured.out)
+        show(run_ranks(measure_models, measured.ranks, columns, measured.iters), measured.out)
+
+
+def show(rows: Sequence[dict[str, Any]], out: Path | None) -> None:
+    """Print what was measured, and write it to a folder if there is one."""
+    shown = [{**row, "megabytes": row["bytes"] / 2**20} for row in rows]
+    show_rows(format_table(COLUMNS, shown, box=None), rows, out)

@@ -106,6 +106,8 @@ def forget_backend(backend: Backend) -> None:
 
 def find_backend(task: SparseTask) -> tuple[Backend | None, str]:
     """(the first that can do it, why the others cannot: the objection of one that knows the selection, if any does)."""
+    if task.selection.torch_only:
+        return None, f"no kernels know {task.selection.name} with {task.selection.torch_only}"
     objections: list[str] = []
     for backend in _backends:
         objection = backend.objection(task)

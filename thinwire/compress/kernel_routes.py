@@ -195,7 +195,7 @@ class RefreshingTopKRoute(ScaledTopKRoute):
         self, account: KernelAccount, flags: Flags, gradients: Sequence[Tensor], step: GroupStep
     ) -> Program[Outcome]:
         task, kernels, c = self.task, self.kernels, account.c
-        yield from task.mean_gradient.run(gradients, flags, step.counts, step.scale)
+        flags = yield from task.mean_gradient.run(gradients, flags, step.counts, step.scale)
         u = account.momentum[1]
         account.momentum = self._open_momentum(Buffers(u, u, None), step)
         sent = kernels.encode(step.bucket_flat, c, c, None, account.momentum)

@@ -119,7 +119,8 @@ class RefreshingKernelRoute(ScaledKernelRoute):
     ) -> Program[Outcome]:
         flags, flat = Flags(*self.kernels.raised(sent)), step.bucket_flat
         pieces = self.group.pieces(flat)
-        yield from self.mean_gradient.run(pieces, flags, step.counts, step.scale)
+        flags = yield from self.mean_gradient.run(pieces, flags, step.counts, step.scale)
+        self.kernels.raise_non_finite(sent, flags.non_finite)
         sent.second_moment = self._second_moment()
         self.kernels.send_collected(sent, account.c)
         account.sent = sent

@@ -56,7 +56,7 @@ class QuantizedRoute(SumRoute):
     def _run(
         self, account: Account, flags: Flags, gradients: Sequence[Tensor], step: GroupStep
     ) -> Program[Outcome]:
-        yield from self.mean_gradient.run(gradients, flags, step.counts, step.scale)
+        flags = yield from self.mean_gradient.run(gradients, flags, step.counts, step.scale)
         divisor = self.memory.divisor(self.group, step.scale)
         scale = (None, None) if divisor is None else (divisor.flat, divisor.limit)
         outcome: Outcome = yield from self.sum.run(account, flags, step.counts, *scale)

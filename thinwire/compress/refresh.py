@@ -14,7 +14,7 @@ from thinwire.exchange.base import Outcome
 from thinwire.exchange.quantized import QuantizedSum
 from thinwire.exchange.requests import Place, Program
 from thinwire.exchange.sums import dense_mean
-from thinwire.kernels.inspection import drop_if_bad
+from thinwire.kernels.inspection import drop_if_bad, holds_non_finite
 from thinwire.layout import Group
 from thinwire.memory.account import Account
 from thinwire.memory.base import MemoryState, add_gradients
@@ -68,21 +68,26 @@ class MeanGradient:
         flags: Flags,
         counts: Sequence[int],
         scale: Tensor | None,
-    ) -> Program[None]:
+    ) -> Program[Flags]:
         """Have the memory learn from the mean over all ranks, in plain units, if a refresh is due.
 
-        What is not finite in `gradients` counts as 0; `flags` tell of it.
+        What is not finite in `gradients` counts as 0; `flags` tell of it. Those that are returned tell of what is not finite
+        in plain units too: a `scale` below 1 can do that, and the optimizer would get no less of it.
         """
         if self._refresh is None:
-            return
+            return flags
         group = self._group
         flat = torch.zeros(group.numel, dtype=group.dtype, device=group.device)
         add_gradients(flat, group, gradients)
         drop_if_bad(flat, flags.non_finite)
         if scale is not None:
             flat.div_(scale)
+            overflow = holds_non_finite(flat)
+            drop_if_bad(flat, overflow)
+            flags = replace(flags, non_finite=flags.non_finite | overflow)
         mean = yield from self._mean.run(flat, flags, counts)
         self._memory.refresh(group, mean, counts)
+        return flags
 
 
 class Mean(Protocol):

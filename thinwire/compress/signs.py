@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from thinwire.exchange.base import Outcome
 from thinwire.exchange.majority import gather_words, pack_bits, unpack_bits, vote_by_majority
 from thinwire.exchange.requests import Place, Program
 from thinwire.exchange.shared_indices import sum_flags
-from thinwire.kernels.cuda.signs import BITS, SignAdder, sign_toolchain
+from thinwire.kernels.cuda.signs import BITS, SignAdder, reason_against_kernels, sign_toolchain
 from thinwire.kernels.inspection import holds_non_finite, inspect
 from thinwire.layout import Group
 from thinwire.memory.account import Account
@@ -62,15 +62,34 @@ class VoteCompressor(Compressor):
         return SignPlan(VoteRoute(group, terms.place, self.abstain))
 
 
-class VoteRoute(Route):
+class SignRoute(Route):
+    """Torch adds memory. Signs are written, counted, read and added by kernels where there are some."""
+
+    def __init__(self, group: Group, place: Place, slot_bytes: Sequence[float]) -> None:
+        super().__init__(group, slot_bytes, [slot.numel for slot in group.slots])
+        self.place = place
+        self.objection = self._reason_against_kernels()
+        if self.objection is None:
+            self.backend = "torch, then CUDA kernels"
+
+    def _reason_against_kernels(self) -> str | None:
+        return reason_against_kernels(self.group.device, self.group.dtype, self.group.numel)
+
+
+class VoteRoute(SignRoute):
     def __init__(self, group: Group, place: Place, abstain: bool) -> None:
         bits = 2 if abstain else 1
         per_element = 2 * (place.world - 1) / place.world * bits / 8
-        numels = [slot.numel for slot in group.slots]
-        super().__init__(group, [per_element * numel for numel in numels], numels)
-        self.place = place
+        super().__init__(group, place, [per_element * slot.numel for slot in group.slots])
         self.abstain = abstain
         self._nothing = NoMemory().start()
+
+    def _reason_against_kernels(self) -> str | None:
+        return (
+            "there is nobody to vote with"
+            if self.place.world == 1
+            else super()._reason_against_kernels()
+        )
 
     def open(self, step: GroupStep) -> Opened:
         flags, gradients = inspect(self.group, step.bucket_flat)
@@ -95,17 +114,16 @@ class ScaledSignCompressor(Compressor):
         return SignPlan(ScaledSignRoute(group, terms.place, self.memory))
 
 
-class ScaledSignRoute(Route):
+class ScaledSignRoute(SignRoute):
     def __init__(self, group: Group, place: Place, memory: MemoryState) -> None:
         numels = [slot.numel for slot in group.slots]
-        super().__init__(group, [(place.world - 1) * (numel / 8 + 8) for numel in numels], numels)
-        self.place = place
+        super().__init__(group, place, [(place.world - 1) * (numel / 8 + 8) for numel in numels])
         self.memory = memory
         self._lengths = torch.tensor([float(n) for n in numels], device=group.device)
 
     @cached_property
     def code(self) -> SignCode:
-        """Made at the first step, when it is known whether there are kernels."""
+        """Made at the first step, for which kernels are compiled."""
         group = self.group
         toolchain = sign_toolchain(group.device, group.dtype, group.numel)
         return TorchSigns(group) if toolchain is None else SignAdder(group, toolchain)

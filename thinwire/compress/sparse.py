@@ -174,8 +174,9 @@ class PartsRoute(Route):
 
     def _run(self, offer: Offer, gradients: Sequence[Tensor], step: GroupStep) -> Program[Outcome]:
         task = self.task
-        yield from task.mean_gradient.run(gradients, offer.flags, step.counts, step.scale)
-        offer = replace(offer, divisor=task.memory.divisor(task.group, step.scale))
+        flags = yield from task.mean_gradient.run(gradients, offer.flags, step.counts, step.scale)
+        divisor = task.memory.divisor(task.group, step.scale)
+        offer = replace(offer, flags=flags, divisor=divisor)
         outcome: Outcome = yield from self.exchange.run(offer)
         offer.account.rest()
         header = outcome.header

@@ -111,7 +111,7 @@ class Parts:
         """Flat positions this rank chooses in its parts, NO_ENTRY where a place stays empty."""
         mine = tuple((turn + offer.place.rank) % self.world for turn in turns)
         if mine not in self._samples:
-            self._samples[mine] = self._cut_samples(mine)
+            self._samples[mine] = self.cut_samples(mine)
         found = []
         for sample in self._samples[mine]:
             picks = offer.pick_on(sample.table, sample.members, sample.take(offer.account.c))
@@ -119,7 +119,7 @@ class Parts:
             found.append(torch.where(filled(picks), positions, NO_ENTRY))
         return found
 
-    def _cut_samples(self, mine: tuple[int, ...]) -> list[RowSample | BlockSample]:
+    def cut_samples(self, mine: tuple[int, ...]) -> list[RowSample | BlockSample]:
         """What a rank selects from that has part mine[w] of slot w."""
         busy = [w for w, one in enumerate(self.cuts) if one.entries(mine[w])]
         runs = [(w, one.parts[mine[w]]) for w in busy if isinstance(one := self.cuts[w], RowCut)]

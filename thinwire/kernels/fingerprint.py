@@ -34,9 +34,9 @@ def weights(count: int, device: torch.device) -> Tensor:
     return held[-1][:count]
 
 
-def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
+def fingerprint(tensors: Sequence[Tensor], chunk: int = CHUNK) -> Tensor:
     """int64 []: of all the tensors, in their order. Zeros count for nothing, and neither do empty tensors."""
-    sums = [weighted_sum(pieces) for pieces in chunks_of(tensors)]
+    sums = [weighted_sum(pieces) for pieces in chunks_of(tensors, chunk)]
     if not sums:
         return torch.zeros((), dtype=torch.int64)
     return weighted_sum([torch.stack(sums)])
@@ -57,25 +57,25 @@ def weighted_sum(pieces: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def row_fingerprints(rows: Tensor) -> Tensor:
+def row_fingerprints(rows: Tensor, chunk: int = CHUNK) -> Tensor:
     """int64 [rows]: of every row of a matrix."""
     words = as_words(rows)
     total = words.new_zeros(words.shape[0], dtype=torch.int64)
-    for factor, part in enumerate(words.split(CHUNK, dim=1)):
+    for factor, part in enumerate(words.split(chunk, dim=1)):
         total += torch.mul(part, weights(part.shape[1], part.device)).sum(1) * (2 * factor + 1)
     return total
 
 
-def chunks_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def chunks_of(tensors: Sequence[Tensor], chunk: int) -> Iterator[list[Tensor]]:
     """The tensors as flat pieces of words, several together; all of a list have one dtype and fit in a chunk."""
     waiting: list[Tensor] = []
-    room = CHUNK
+    room = chunk
     for tensor in tensors:
         flat = as_words(flat_in_memory_order(tensor))
-        for piece in flat.split(CHUNK) if flat.numel() else ():
+        for piece in flat.split(chunk) if flat.numel() else ():
             if waiting and (piece.numel() > room or piece.dtype != waiting[0].dtype):
                 yield waiting
-                waiting, room = [], CHUNK
+                waiting, room = [], chunk
             waiting.append(piece)
             room -= piece.numel()
     if waiting:

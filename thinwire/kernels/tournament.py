@@ -27,14 +27,22 @@ FRACTION_BITS = {torch.float32: 23, torch.float64: 52}
 LEAST_ELEMENTS = 1 << 17
 LEAST_RATIO = 48
 """Of length to `keep`; below it most chunks reach any bound."""
-BUFFER_ELEMENTS = 1 << 19
-HITS_AT_ONCE = 1 << 14
-CHOSEN_AT_ONCE = 1 << 20
-"""Elements of the chunks that rows are chosen from where a bound does not help."""
 HALVINGS = 7
 OCTAVES = 16
 """How far below its largest magnitude the bound of a row is looked for."""
 WORD = 16
+
+
+@dataclass(frozen=True)
+class Portions:
+    """How much is worked on at once, in elements or chunks."""
+
+    buffer: int = 1 << 19
+    """Elements whose magnitudes are written down."""
+    hits: int = 1 << 14
+    """Chunks that reach a bound."""
+    chosen: int = 1 << 20
+    """Elements of the chunks that rows are chosen from where a bound does not help."""
 
 
 def pays(elements: int, length: int, keep: int, dtype: torch.dtype) -> bool:
@@ -125,7 +133,10 @@ class Part:
 class Tournament:
     """All rows of one length, `inner` and `keep`; made once per layout."""
 
-    def __init__(self, strips: Sequence[Strip], length: int, keep: int) -> None:
+    def __init__(
+        self, strips: Sequence[Strip], length: int, keep: int, portions: Portions | None = None
+    ) -> None:
+        self.portions = portions or Portions()
         assert length >= LEAST_RATIO * keep
         self.length = length
         self.keep = keep
@@ -140,8 +151,8 @@ class Tournament:
 
     def _parts(self, strips: Sequence[Strip]) -> Iterator[Part]:
         chunk_size = self.chunk * self.inner
-        outers = max(1, BUFFER_ELEMENTS // (self.chunks * chunk_size))
-        chunks = max(1, BUFFER_ELEMENTS // chunk_size)
+        outers = max(1, self.portions.buffer // (self.chunks * chunk_size))
+        chunks = max(1, self.portions.buffer // chunk_size)
         first = 0
         for strip in strips:
             for outer in range(0, strip.outer, outers):
@@ -167,7 +178,7 @@ class Tournament:
     def _maxima(self, flat: Tensor) -> Tensor:
         """[outer, chunks, inner]: the largest magnitude of every chunk."""
         maxima = flat.new_empty(self.outer, self.chunks, self.inner)
-        buffer = flat.new_empty(max(BUFFER_ELEMENTS, self.chunk * self.inner))
+        buffer = flat.new_empty(max(self.portions.buffer, self.chunk * self.inner))
         for part in self.parts:
             outer, length, inner = part.shape
             elements = flat.as_strided(
@@ -210,7 +221,7 @@ class Tournament:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(row, index, value) of what reaches its row's bound, ordered by row, then index."""
         hits = places_of(maxima >= bound.view(self.outer, 1, self.inner))
-        found = [self._look(flat, some, bound) for some in hits.split(HITS_AT_ONCE)]
+        found = [self._look(flat, some, bound) for some in hits.split(self.portions.hits)]
         row, index, value = (torch.cat(column) for column in zip(*found, strict=True))
         if self.inner > 1:
             order = torch.add(index, row, alpha=self.length).argsort()
@@ -246,7 +257,8 @@ class Tournament:
             places = fits.cumsum(0) - 1
             chosen = kept[self._choose(places[row[kept]], value[kept], counts[fits])]
             indices[fits], values[fits] = index[chosen], value[chosen]
-        for some in places_of(~fits).split(max(1, CHOSEN_AT_ONCE // (self.keep * self.chunk))):
+        at_once = max(1, self.portions.chosen // (self.keep * self.chunk))
+        for some in places_of(~fits).split(at_once):
             indices[some], values[some] = self._choose_chunks(flat, maxima, some)
         return indices, values
 

@@ -87,7 +87,7 @@ def check(spec: LabSpec) -> CheckReport:
     4. All links together, each host sending to the next, as a ring collective does.
     """
     ceiling = measure_ceiling()
-    _refuse_above(spec, ceiling)
+    refuse_above(spec, ceiling)
     rates = [f"host{index + 1}={format_rate(rate)}" for index, rate in enumerate(spec.rates)]
     bench = replace(spec, hosts=spec.hosts + 1, rate=rates, ranks_per_host=1, mps=False)
     with Lab(bench) as lab:
@@ -176,7 +176,8 @@ def _measure(topology: Topology, streams: Sequence[_Stream]) -> list[Measurement
     return found
 
 
-def _refuse_above(spec: LabSpec, ceiling: float) -> None:
+def refuse_above(spec: LabSpec, ceiling: float) -> None:
+    """UsageError if a rate is above the ceiling, in bits per second."""
     named = [(f"rate of host{index + 1}", rate) for index, rate in enumerate(spec.rates)]
     for field, rate in [*named, ("local_rate", spec.local_bits)]:
         if rate is not None and rate > ceiling:

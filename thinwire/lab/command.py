@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from thinwire.lab.check import check
+from thinwire.lab.check import CheckReport, check
 from thinwire.lab.counters import write_json
 from thinwire.lab.lab import Lab, RunResult, check_command, clean, find_remains
 from thinwire.lab.rates import format_rate
@@ -77,7 +77,7 @@ def lab(
         return
     try:
         if actions.check:
-            _check(cluster)
+            show_check(check(cluster))
         if program:
             _run(cluster, program, actions)
     except KeyboardInterrupt:
@@ -104,8 +104,8 @@ def _show(spec: LabSpec, command: list[str], check_links: bool) -> None:
         typer.echo(f"each rank runs: {shlex.join(command)}")
 
 
-def _check(spec: LabSpec) -> None:
-    report = check(spec)
+def show_check(report: CheckReport) -> None:
+    """Print what was measured; ends the command if a link does not hold its rate."""
     Console().print(check_table(report))
     if not report.ok:
         typer.echo(report.advice, err=True)

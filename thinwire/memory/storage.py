@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.cuda.pack import BLOCK, PackKernels
-from thinwire.kernels.cuda.toolchain import has_kernels
+from thinwire.kernels.cuda.toolchain import Toolchain, kernels_for
 from thinwire.kernels.journal import Journal
 from thinwire.layout import BucketLayout, Group, Shard, Slot, SlotKind
 from thinwire.memory.account import Account
@@ -55,6 +55,7 @@ class Packing(ABC):
     def pack(self, blocks: Tensor, places: Tensor, codes: Tensor, exponents: Tensor) -> None:
         """Write the codes [blocks, 128] and exponents (int8 [blocks]) of float32 [blocks, 128].
 
+        What is not finite becomes 0: the step in which a memory overflowed is skipped, and nothing of that may stay.
         `places` (int32 [blocks]) say how many elements of its slot come before each block.
         """
 
@@ -66,8 +67,7 @@ class Bf16Packing(Packing):
     has_exponents = False
 
     def pack(self, blocks: Tensor, places: Tensor, codes: Tensor, exponents: Tensor) -> None:
-        limit = torch.finfo(torch.bfloat16).max
-        bits = blocks.clamp(-limit, limit).view(torch.int32)
+        bits = finite_up_to(torch.finfo(torch.bfloat16).max, blocks).view(torch.int32)
         # Adding noise below the kept bits and cutting rounds up with the probability of what is cut.
         kept = noise(bits, places).add_(bits).bitwise_and_(~((1 << NOISE_BITS) - 1))
         codes.copy_(kept.view(torch.float32))
@@ -83,7 +83,7 @@ class Int8Packing(Packing):
     has_exponents = True
 
     def pack(self, blocks: Tensor, places: Tensor, codes: Tensor, exponents: Tensor) -> None:
-        blocks = blocks.clamp(-LARGEST_CODED, LARGEST_CODED)
+        blocks = finite_up_to(LARGEST_CODED, blocks)
         noises = noise(blocks.view(torch.int32), places).float().mul_(2.0**-NOISE_BITS)
         # 127 = 1.984375 x 2^6: what is above that carries into the next exponent. In integers, because not every device
         # divides by 127 with one rounding.
@@ -94,6 +94,11 @@ class Int8Packing(Packing):
         blocks.mul_(power_of_two(-exponent)[:, None]).add_(noises)
         codes.copy_(blocks.floor_().clamp_(-127, 127))
         exponents.copy_(exponent)
+
+
+def finite_up_to(limit: float, blocks: Tensor) -> Tensor:
+    """A copy, 0 where an element is not finite."""
+    return torch.nan_to_num(blocks, 0.0, 0.0, 0.0).clamp_(-limit, limit)
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
@@ -159,14 +164,15 @@ def pack_spans(
     spans: Sequence[Tensor],
     codes: Sequence[Tensor],
     exponents: Tensor,
+    at_a_time: int = CHUNK,
 ) -> None:
-    """Pack the slots' values to their codes and exponents; no operation per slot but the copies."""
+    """Pack the slots' values to their codes and exponents, so many blocks at a time; no operation per slot but the copies."""
     if not blocks.total:
         return
     values, places = blocks.fill(spans), blocks.places()
     coded = torch.empty(values.shape, dtype=packing.codes, device=values.device)
-    for at in range(0, blocks.total, CHUNK):
-        part = slice(at, at + CHUNK)
+    for at in range(0, blocks.total, at_a_time):
+        part = slice(at, at + at_a_time)
         packing.pack(values[part], places[part], coded[part], exponents[part])
     torch._foreach_copy_(list(codes), blocks.cut(coded))
 
@@ -215,8 +221,8 @@ class PackedBinding(Binding):
         }
         self.packed = self._room(ends[-1])
         self._spare_packed = None if journal is None else self._room(ends[-1])
-        known = group.dtype == torch.float32 and has_kernels(group.device)
-        trusted = known and kernels_agree(packing, group.device)
+        toolchain = kernels_for(group.device) if group.dtype == torch.float32 else None
+        trusted = toolchain is not None and kernels_agree(packing, toolchain, group.device)
         self.kernels = PackKernels(group, packing.codes) if trusted else None
         """None where torch packs."""
 
@@ -278,8 +284,8 @@ class PackedBinding(Binding):
 
 
 @functools.cache
-def kernels_agree(packing: Packing, device: torch.device) -> bool:
-    """Whether the kernels, as the compiler of this machine made them, give the bits of torch; says so once if not.
+def kernels_agree(packing: Packing, toolchain: Toolchain, device: torch.device) -> bool:
+    """Whether the device's kernels, as the compiler of this machine made them, give the bits of torch; says so once if not.
 
     One compiler was seen to write four codes past the end of a slot. A memory with wrong codes would show nowhere, so that
     looking, once per process, is worth its milliseconds.

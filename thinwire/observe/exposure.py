@@ -38,7 +38,8 @@ class ExposureClock:
         self.wanted = wanted
         self._device = device
         self._looking = True
-        self._ends: deque[StepEnd] = deque(maxlen=KEPT)
+        self.ends: deque[StepEnd] = deque(maxlen=KEPT)
+        """Of the last steps."""
 
     def mark(self) -> Mark | None:
         """Now, if this step is looked at."""
@@ -46,12 +47,12 @@ class ExposureClock:
 
     def note(self, step: int, ready: Mark | None) -> list[Callable[[], None]]:
         """A bucket of this step was ready then. What is returned is to be called when its update is there."""
-        if not self._ends or self._ends[-1].step != step:
+        if not self.ends or self.ends[-1].step != step:
             self._looking = step <= FIRST or step % EVERY == 0
             if ready is None:
                 return []
-            self._ends.append(StepEnd(step))
-        end = self._ends[-1]
+            self.ends.append(StepEnd(step))
+        end = self.ends[-1]
         # Also where there is no mark: then the last bucket of this step was not looked at.
         end.ready = ready
 
@@ -64,7 +65,7 @@ class ExposureClock:
         """The median over the steps that were looked at lately; None if there is none. On CUDA it waits for the last of them."""
         found = [
             max(0.0, end.delivered.ms_since(end.ready))
-            for end in list(self._ends)
+            for end in list(self.ends)
             if end.ready is not None and end.delivered is not None
         ]
         return median(found) if found else None

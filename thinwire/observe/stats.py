@@ -134,9 +134,15 @@ class Tally:
     """Adds up what passes through a reducer. A step adds a number or two per bucket; parameters are added up when
     somebody asks."""
 
-    def __init__(self, ledger: Ledger, sent_bytes: Callable[[Request], int]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        sent_bytes: Callable[[Request], int],
+        most_active: int = MOST_ACTIVE,
+    ) -> None:
         """`sent_bytes` tells what this rank puts on the wire for a request."""
         self.ledger = ledger
+        self._most_active = most_active
         self.steps = 0
         self._sent_bytes = sent_bytes
         self._parameters: dict[str, ParameterStats] = {}
@@ -149,7 +155,7 @@ class Tally:
 
     def count(self, program: Program[T], traffic: WayTraffic) -> Program[T]:
         """The same program; what it asks for is counted."""
-        if len(self._active) > MOST_ACTIVE:
+        if len(self._active) > self._most_active:
             self._add_up()
         self._note(traffic, 1, 0)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,23 +18,6 @@ AUTO_RATE = "50mbit"
 """What `auto` takes: slow enough that a small model's gradients are felt."""
 
 
-def settle_link(running: Running) -> tuple[Running, str]:
-    """The same with `auto` decided, and why there is no link where that decided against one.
-
-    UsageError if a rate was asked for that cannot be had here.
-    """
-    if running.link is None:
-        return running, ""
-    asked = running.link != AUTO
-    settled = running if asked else replace(running, link=AUTO_RATE)
-    reason = why_no_link(settled)
-    if not reason:
-        return settled, ""
-    if asked:
-        raise UsageError(f"link is {running.link!r}, which cannot be had here: {reason}")
-    return replace(running, link=None), reason
-
-
 def why_no_link(running: Running) -> str:
     """In one sentence; empty if there can be one."""
     if running.simulate_workers is not None:
@@ -46,6 +29,25 @@ def why_no_link(running: Running) -> str:
     if os.geteuid() != 0:
         return "emulated links need root, who makes network namespaces."
     return why_no_lab(make_spec(replace(running, workers=1)))
+
+
+def settle_link(
+    running: Running, why_not: Callable[[Running], str] = why_no_link
+) -> tuple[Running, str]:
+    """The same with `auto` decided, and why there is no link where that decided against one.
+
+    UsageError if a rate was asked for that cannot be had here.
+    """
+    if running.link is None:
+        return running, ""
+    asked = running.link != AUTO
+    settled = running if asked else replace(running, link=AUTO_RATE)
+    reason = why_not(settled)
+    if not reason:
+        return settled, ""
+    if asked:
+        raise UsageError(f"link is {running.link!r}, which cannot be had here: {reason}")
+    return replace(running, link=None), reason
 
 
 def make_spec(running: Running) -> LabSpec:

@@ -59,6 +59,8 @@ class Selector(Formed, ABC):
 
     computed_by: ClassVar[tuple[str, ...]] = ("pick", "session")
 
+    torch_only: str = ""
+    """The option by which it loses its form, as it is written; empty if none does."""
     note_words: int = 0
     """float32 words per slot that the selection adds to the payload header."""
     has_exact_count: bool = True
@@ -126,6 +128,9 @@ class Turn:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.form = session.selector.form
+        self.torch_only = session.selector.torch_only if self.form is not None else ""
+        if self.torch_only:
+            self.form = None
         self.note_words = session.selector.note_words
         self.has_exact_count = session.selector.has_exact_count
 

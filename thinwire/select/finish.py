@@ -73,6 +73,11 @@ class ThresholdSelector(Selector):
         check_choice("finish", self.finish, FINISHES)
 
     @property
+    def torch_only(self) -> str:  # type: ignore[override]
+        """Kernels send at least one entry."""
+        return 'finish="published"' if self.finish == "published" else ""
+
+    @property
     def takes_largest(self) -> bool:  # type: ignore[override]
         """As published it may send nothing."""
         return self.finish == "promise"
@@ -140,12 +145,6 @@ class EstimateTurn(ThresholdTurn):
 
     session: EstimateSession
     tolerance = 1.0
-
-    def __init__(self, session: EstimateSession) -> None:
-        super().__init__(session)
-        if session.selector.finish == "published":
-            # Kernels send at least one entry.
-            self.form = None
 
     def usual_entries(self, slots: Sequence[Slot]) -> list[int]:
         return [self.session.selector.rows(slot).keep for slot in slots]

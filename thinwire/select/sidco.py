@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels.looks import Look, TorchLook
+from thinwire.kernels.looks import Look, Tail, TorchLook
 from thinwire.layout import RowTable
 from thinwire.select.base import ABOVE_ESTIMATES
 from thinwire.select.finish import EstimateSession, ThresholdSelector
@@ -27,6 +27,8 @@ ADAPT_EVERY = 5
 TOLERANCE = 0.2
 LOG_FLOOR = 2.2e-16
 """Added before a logarithm is taken, as in the published code."""
+RESOLUTION = 2.0**-40
+"""Of sums in float64, relative to them. A smaller difference depends on the order in which they were added up."""
 # Halvings of the interval in which the gamma quantile is looked for.
 QUANTILE_STEPS = 40
 
@@ -48,6 +50,8 @@ class SIDCoThreshold(ThresholdSelector):
     adapt: bool = False
     """Let every tensor find its own number of stages."""
 
+    form = ABOVE_ESTIMATES
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("distribution", self.distribution, DISTRIBUTIONS)
@@ -58,9 +62,11 @@ class SIDCoThreshold(ThresholdSelector):
         return SIDCoSession(self) if self.adapt else EstimateSession(self)
 
     @property
-    def form(self) -> str | None:  # type: ignore[override]
-        """Logarithms and counts that are read back are left to torch."""
-        return None if self.distribution == "gamma" or self.adapt else ABOVE_ESTIMATES
+    def torch_only(self) -> str:  # type: ignore[override]
+        """Logarithms of all magnitudes, and counts that are read back."""
+        if self.distribution == "gamma":
+            return 'distribution="gamma"'
+        return "adapt=True" if self.adapt else super().torch_only
 
     def estimate(self, look: Look) -> Tensor:
         return self.fit(look, [self.stages] * len(look.targets.pairs))
@@ -84,13 +90,13 @@ class SIDCoThreshold(ThresholdSelector):
             tail = look.tail(threshold)
             mean = tail.total / tail.count
             excess = mean - tail.smallest
-            variance = (tail.squares - mean * tail.total) / (tail.count - 1)
+            variance = variance_of(tail, mean, tail.count - 1)
             if self.distribution == "exponential":
                 step = -excess * further.log()
             else:
                 step = pareto_quantile(excess, variance, further)
             # With nothing above it, or all of it equal, there is nothing to fit.
-            usable = (tail.count > 1) & (excess > 0) & step.isfinite()
+            usable = (tail.count > 1) & (excess > RESOLUTION * mean) & step.isfinite()
             if min(more) <= stage:
                 usable = usable & targets.listed(
                     ("has stage", stage), [stage < one for one in more]
@@ -105,7 +111,7 @@ class SIDCoThreshold(ThresholdSelector):
             case "exponential":
                 return -mean * ratio.log()
             case "pareto":
-                variance = (everything.squares - mean * everything.total) / (n - 1).clamp(min=1)
+                variance = variance_of(everything, mean, (n - 1).clamp(min=1))
                 return pareto_quantile(mean, variance, ratio)
             case _:
                 assert isinstance(look, TorchLook)
@@ -115,6 +121,11 @@ class SIDCoThreshold(ThresholdSelector):
 def ratios_of(density: float, further: int) -> tuple[float, float]:
     """(of the first stage, of each of the `further` ones)."""
     return (FIRST_RATIO, (density / FIRST_RATIO) ** (1 / further)) if further else (density, 1.0)
+
+
+def variance_of(tail: Tail, mean: Tensor, others: Tensor) -> Tensor:
+    """Around `mean`, by the number of `others` than one; no less than sums can tell from 0, even if all magnitudes are equal."""
+    return torch.maximum((tail.squares - mean * tail.total) / others, RESOLUTION * mean * mean)
 
 
 def pareto_quantile(mean: Tensor, variance: Tensor, ratio: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class Warden:
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-I", "-S", __file__, str(folder)]
         # A session of its own, so that Ctrl-C does not reach it.
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, text=True, start_new_session=True
         )
 
@@ -38,14 +38,14 @@ class Warden:
 
     def __exit__(self, *raised: object) -> None:
         self._say(DONE)
-        self._process.communicate()
+        self.process.communicate()
 
     def _say(self, word: str) -> None:
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         # It may have been killed: then nobody watches.
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{word}\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(f"{word}\n")
+            self.process.stdin.flush()
 
 
 def main(folder: str, words: Iterable[str]) -> None:

@@ -74,8 +74,6 @@ def test_synthetic_needs_nothing_and_is_the_same_again(
     name: str, tiny: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("THINWIRE_DATA", raising=False)
-    if not tiny and name == "imagenet":
-        monkeypatch.setattr("thinwire.recipes.data.synthetic.DRAWN_BYTES", 1 << 22)
     one, other = (load(name, DataOptions(synthetic=True, tiny=tiny)) for _ in range(2))
     check(one)
     assert one.kind == other.kind

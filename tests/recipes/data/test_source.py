@@ -7,7 +7,8 @@ import threading
 import zipfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
+from urllib.request import OpenerDirector, Request
 
 import pytest
 
@@ -188,13 +189,13 @@ def test_the_workers_of_a_job_fetch_once(
     (served / "data.bin").write_bytes(CONTENT)
     source = describe(served / "data.bin", "toy/data.bin")
     fetched: list[str] = []
-    transfer = download.transfer
+    plain = OpenerDirector.open
 
-    def counted(url: str, file: BinaryIO) -> None:
-        fetched.append(url)
-        transfer(url, file)
+    def counted(self: OpenerDirector, request: Request, *rest: Any, **options: Any) -> Any:
+        fetched.append(request.full_url)
+        return plain(self, request, *rest, **options)
 
-    monkeypatch.setattr(download, "transfer", counted)
+    monkeypatch.setattr(OpenerDirector, "open", counted)
     options = DataOptions(data_dir=home, download=True)
     workers = [threading.Thread(target=locate, args=(source, options)) for _ in range(4)]
     for worker in workers:
@@ -217,9 +218,7 @@ def test_only_https_is_fetched_and_a_redirection_stays_there(home: Path) -> None
 
 
 @pytest.mark.parametrize("header", ["many", "-1", "1" * 5, "0x10", ""])
-def test_a_malformed_header_is_not_believed(
-    header: str, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_malformed_header_is_not_believed(header: str, home: Path) -> None:
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.wfile.write(
@@ -229,14 +228,13 @@ def test_a_malformed_header_is_not_believed(
         def log_message(self, *words: object) -> None:
             pass
 
-    monkeypatch.setattr(download, "SCHEMES", ("http",))
     with HTTPServer(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/data.bin"
         digest = hashlib.sha256(CONTENT).hexdigest()
         remote = Remote(url=url, path="toy/data.bin", checksum=f"sha256:{digest}")
         try:
-            download.fetch(remote, home)
+            download.fetch(remote, home, schemes=("http",))
         except UsageError as error:
             # More was promised than came.
             assert "cannot be fetched (IncompleteRead" in str(error)

@@ -1,6 +1,7 @@
 // Payloads of whole tensors whose header tells how many places of each slot are taken. The other places are never looked at.
 
 #include "decode.cuh"
+#include "overflow.cuh"
 
 struct SlotPiece {
     int slot;
@@ -89,11 +90,14 @@ extern "C" __global__ void give_back_counted(
     float* memory, const u8* payload, const SlotGoal* goals, const u8* used, const u8* bad, const u8* unused, int slots) {
     const bool used_ones = *bad, other_ones = *unused;
     if (!used_ones && !other_ones) return;
+    const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
     for (int slot = 0; slot < slots; ++slot) {
-        if (!(used[slot] ? used_ones : other_ones)) continue;
         const Row row = goals[slot].row;
+        // What was sent left something finite behind, so that no thread waits for another.
+        if (used_ones) drop_overflow(memory, row, first, step);
+        if (!(used[slot] ? used_ones : other_ones)) continue;
         const int count = count_of(payload, row);
-        for (int place = blockIdx.x * blockDim.x + threadIdx.x; place < count; place += gridDim.x * blockDim.x) {
+        for (int place = first; place < count; place += step) {
             float* at = memory + row.memory + read_index(payload, row, place);
             *at = __fadd_rn(*at, from_wire(reinterpret_cast<const Value*>(payload + row.values)[place]));
         }

@@ -184,8 +184,8 @@ class FusedThreshold(PreparedKernels):
         yield self._decode_launch("decode_counted", len(pieces), [*written, int(self.into_bucket)])
 
     def _give_back_launch(self) -> PreparedLaunch:
-        most = max(rows.keep for rows in self.codec.table.rows)
-        blocks = min(self.toolchain.tuning.look_blocks, -(-most // DECODE_THREADS))
+        longest = max(slot.numel for slot in self.group.slots)
+        blocks = min(self.toolchain.tuning.look_blocks, -(-longest // DECODE_THREADS))
         args = [MEMORY, PAYLOAD, self.goals, USED, BAD, UNUSED, len(self.goals)]
         return self._decode_launch("give_back_counted", blocks, args)
 

@@ -48,7 +48,7 @@ static __device__ __forceinline__ void load_values(const float* flat, const Piec
     } else {
         for (int i = 0; i < 4; ++i) x[i] = first + i < piece.count ? at[i] : 0.0f;
     }
-    for (int i = 0; i < 4; ++i) x[i] = fminf(fmaxf(x[i], -LARGEST_PACKED), LARGEST_PACKED);
+    for (int i = 0; i < 4; ++i) x[i] = is_finite(x[i]) ? fminf(fmaxf(x[i], -LARGEST_PACKED), LARGEST_PACKED) : 0.0f;
 }
 
 static __device__ __forceinline__ void store_codes(Code* codes, const Piece& piece, int first, const Code* code) {

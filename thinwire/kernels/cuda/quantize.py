@@ -298,6 +298,10 @@ class QuantizedKernels:
         words = sent.offer[0, : len(self.group.slots) + 1].view(torch.bool)
         return words[-1], words[:-1]
 
+    def raise_non_finite(self, sent: SentCodes, flag: Tensor) -> None:
+        """Tell every owner of something that is not finite if a flag (bool []) is up."""
+        sent.offer[:, len(self.group.slots)].bitwise_or_(flag)
+
     def open_momentum(self, before: Tensor, u: Tensor, ratio: Tensor | None) -> list[Tensor]:
         """`momentum` for one step: u before it, u, and what it has to be multiplied with first."""
         return [before, u, self._one if ratio is None else ratio]

@@ -1,15 +1,7 @@
 // Entries that have to be taken back. That is rare: usually the kernels look at a flag and return.
 
 #include "momentum.cuh"
-
-// A sum of finite numbers can overflow in more places than were sent, and nothing of that may stay.
-static __device__ __forceinline__ void drop_overflow(float* memory, const Row& row) {
-    for (int i = threadIdx.x & 31; i < row.length; i += 32) {
-        float& held = memory[row.memory + (i64)i * row.stride];
-        if (!is_finite(held)) held = 0.0f;
-    }
-    __syncwarp();
-}
+#include "overflow.cuh"
 
 // Return entries of one payload to memory: those of used slots (some rank had a gradient) if the step turned bad, those of the
 // other slots if there are any. `warp` is one of `warps` that share the rows.
@@ -18,7 +10,10 @@ static __device__ __forceinline__ void return_entries(
     const Momentum& correction) {
     for (int number = warp; number < count; number += warps) {
         const Row row = rows[number];
-        if (bad) drop_overflow(memory, row);
+        if (bad) {
+            drop_overflow(memory, row, threadIdx.x & 31, 32);
+            __syncwarp();
+        }
         if (!(used[row.slot] ? bad : unused)) continue;
         for (int place = threadIdx.x & 31; place < row.keep; place += 32) {
             const i64 at = row.memory + (i64)read_index(payload, row, place) * row.stride;

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from thinwire.kernels.cuda.source import Defines
 from thinwire.kernels.cuda.structs import declare, i32, i64, layout_of, make_table
-from thinwire.kernels.cuda.toolchain import Toolchain, kernels_for
+from thinwire.kernels.cuda.toolchain import Toolchain, has_kernels, toolchain_of
 from thinwire.layout import Group
 
 THREADS = 256
@@ -25,8 +25,19 @@ DEFINES: Defines = (
 
 
 def sign_toolchain(device: torch.device, dtype: torch.dtype, numel: int) -> Toolchain | None:
-    """Whose kernels write the signs of so many elements; None if torch has to. Kernels count with 32 bits."""
-    return kernels_for(device) if dtype == torch.float32 and 0 < numel < 1 << 31 else None
+    """Whose kernels write the signs of so many elements; None if torch has to."""
+    return None if reason_against_kernels(device, dtype, numel) else toolchain_of(device)
+
+
+def reason_against_kernels(device: torch.device, dtype: torch.dtype, numel: int) -> str | None:
+    """Why kernels cannot write the signs of so many elements, as a sentence; None if they can."""
+    if not has_kernels(device):
+        return f"there are no kernels for {device}"
+    if dtype != torch.float32:
+        return f"the kernels do not write signs of {dtype}"
+    if numel >= 1 << 31:
+        return "the kernels count the elements of a bucket with 32 bits"
+    return None
 
 
 class SignPlanes:

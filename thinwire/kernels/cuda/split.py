@@ -181,7 +181,8 @@ class SplitKernels:
         device, world = self.group.device, self.world
         chunks, ranges = cut_entries(picked.table), cut_ranges(tables.edges)
         described = describe_slots(self.group, picked.table, tables, chunks, ranges)
-        self._slots = described.to(device)
+        self.slots = described.to(device)
+        """struct SplitSlot"""
         self._chunks, self._ranges = (
             torch.cat([make_table(kind, **part) for part in parts]).to(device)
             for kind, parts in ((PickChunk, chunks), (SumRange, ranges))
@@ -197,10 +198,12 @@ class SplitKernels:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         slots = len(rooms)
-        self._counts = room(len(self._chunks), world + 1)
+        self.counts = room(len(self._chunks), world + 1)
+        """int32 [chunks, world + 1]: entries for every owner, and whether a value is not finite."""
         self._guesses = room((world + 2) * slots)
         """Of boxes, of sums, of winners: what their thresholds may be."""
-        self._damaged = room(1)
+        self.damaged = room(1)
+        """Whether a message that arrived said what nobody sends."""
         self._states = make_room(RangeState, len(self._ranges), device)
         self._lists = room(world * self.total), room(world * self.total, dtype=torch.float32)
         self._cuts = make_room(Cut, slots, device), make_room(Cut, slots, device)
@@ -219,8 +222,8 @@ class SplitKernels:
         bases, strides, *_ = picked.table._tables(self.group.device)
         entry_bytes = 4.0 + wire.itemsize
         read = [PAYLOAD, picked.values_at, picked.indices_at, bases, strides, self._spots]
-        tables = [self._slots, self._chunks, self._counts]
-        told = [STATS, self.wrong, self._damaged]
+        tables = [self.slots, self._chunks, self.counts]
+        told = [STATS, self.wrong, self.damaged]
         self._send = [
             self._launch("split_count", chunks, BINS, [*read, *tables, world]),
             self._launch(
@@ -233,12 +236,12 @@ class SplitKernels:
                 ],
             ),
         ]
-        cut, lists = [self._slots, self._ranges, self._states], self._lists
-        known = [self.used, self.wrong, self._damaged, form, ranges]
-        decided = [self._slots, self._states, *lists, of_sums, sent_cuts, STATS, world]
+        cut, lists = [self.slots, self._ranges, self._states], self._lists
+        known = [self.used, self.wrong, self.damaged, form, ranges]
+        decided = [self.slots, self._states, *lists, of_sums, sent_cuts, STATS, world]
         # On average k/P of an owner's places hold a winner.
         spare = float(self.total - picked.table.entries / world)
-        written = [sent_cuts, self._damaged, SUMS, LOST, MATES, STATS, form, ranges]
+        written = [sent_cuts, self.damaged, SUMS, LOST, MATES, STATS, form, ranges]
         self._add = [
             self._launch(
                 "split_sum", ranges + 1, RANGE_THREADS, [ARRIVED, STRIDE, *cut, *lists, *known]
@@ -252,8 +255,8 @@ class SplitKernels:
             ),
         ]
         half = -(-world * self.total // FINISH_THREADS)
-        chosen = [self._slots, self.used, of_winners, winning_cuts, OUT, self._cleared, form]
-        places = [self._slots, self._place_slots, self._starts, winning_cuts, LOST, MATES]
+        chosen = [self.slots, self.used, of_winners, winning_cuts, OUT, self._cleared, form]
+        places = [self.slots, self._place_slots, self._starts, winning_cuts, LOST, MATES]
         ended = [self.wrong, self._share, form, half, int(self.into_bucket)]
         self._finish = [
             self._launch(
@@ -328,7 +331,7 @@ class SplitKernels:
             sent.sums.data_ptr(),
             sent.lost.data_ptr() if rounded else None,
             sent.mates.data_ptr() if rounded else None,
-            self._slots.data_ptr(),
+            self.slots.data_ptr(),
             self._place_slots.data_ptr(),
             self._starts.data_ptr(),
             self.group.numel,

@@ -25,7 +25,7 @@ SCHEMES = ("https", "file")
 """Nobody on the way can change what comes by these."""
 
 
-def fetch(remote: Remote, folder: Path) -> None:
+def fetch(remote: Remote, folder: Path, schemes: Sequence[str] = SCHEMES) -> None:
     """Put a remote file into the folder, checked, and unpack it if it is an archive.
 
     1. A file that is there already is not fetched again, only checked: it may have been carried here by hand.
@@ -41,7 +41,7 @@ def fetch(remote: Remote, folder: Path) -> None:
     else:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as file:
-            transfer(remote.url, file)
+            transfer(remote.url, file, schemes)
             file.seek(0)
             what = f"what came from {remote.url}"
             check(file, remote.checksum, what, "it was removed, try again")
@@ -64,8 +64,8 @@ def check_scheme(url: str, allowed: Sequence[str]) -> None:
         raise UsageError(f"{url} cannot be fetched; only https is safe on the way")
 
 
-def transfer(url: str, file: BinaryIO) -> None:
-    check_scheme(url, SCHEMES)
+def transfer(url: str, file: BinaryIO, schemes: Sequence[str]) -> None:
+    check_scheme(url, schemes)
     # Some hosts turn away what does not name itself.
     request = urllib.request.Request(url, headers={"User-Agent": "thinwire"})
     opener = urllib.request.build_opener(SafeRedirects)

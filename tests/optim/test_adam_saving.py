@@ -1,0 +1,134 @@
+"""AdamScale: what is saved, how a run goes on from it, and what the next step says if a part is missing."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.optim.adam_job import (
+    EVERY_STEP,
+    SETTINGS,
+    START,
+    batches,
+    compute,
+    in_scale,
+    make_model,
+    start,
+    step_plain,
+    train,
+)
+from thinwire.errors import UsageError
+
+
+def saved(content: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+COMBINATIONS = {
+    "top-k, frozen": in_scale(tw.TopK(density=0.25, dense_fallback=False)),
+    "top-k, refreshed, limited": in_scale(
+        tw.TopK(density=0.25, dense_fallback=False), divisor=tw.memory.Refresh(every=2), limit=0.5
+    ),
+    "1 bit, refreshed, limited": in_scale(
+        tw.Quantized(bits=1, dense_fallback=False), divisor=tw.memory.Refresh(every=2), limit=3.0
+    ),
+    "2 bits, frozen": in_scale(tw.Quantized(bits=2, dense_fallback=False)),
+    "all-dimension, floor": in_scale(tw.ADTopK(density=0.25, dense_fallback=False), floor=0.1),
+    "sampled, bf16": in_scale(
+        tw.DGC(density=0.25, sample_ratio=0.5, dense_fallback=False), storage="bf16"
+    ),
+}
+
+
+@pytest.mark.parametrize("stop", [1, START, START + 3])
+@pytest.mark.parametrize("order", ["optimizer first", "handle first"])
+@pytest.mark.parametrize("method", COMBINATIONS.values(), ids=COMBINATIONS)
+def test_resume_is_bit_exact(method: tw.AdamScale, order: str, stop: int) -> None:
+    model, optimizer, simulation = start(method)
+    whole = train(optimizer, simulation, model, range(8))
+    model, optimizer, simulation = start(method)
+    train(optimizer, simulation, model, range(stop))
+    states = saved((model.state_dict(), optimizer.state_dict(), simulation.state_dict()))
+    model, optimizer, simulation = start(method)
+    model.load_state_dict(states[0])
+    if order == "optimizer first":
+        optimizer.load_state_dict(states[1])
+    simulation.load_state_dict(states[2])
+    if order == "handle first":
+        optimizer.load_state_dict(states[1])
+    rest = train(optimizer, simulation, model, range(stop, 8))
+    for a, b in zip(whole[-1], rest[-1], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_saved_optimizer_is_plain_adamws() -> None:
+    """Its second moment goes on where it was; momentum starts anew."""
+    model, optimizer, simulation = start(in_scale(divisor=EVERY_STEP))
+    train(optimizer, simulation, model, range(6))
+    plain = make_model()
+    adamw = torch.optim.AdamW(plain.parameters(), lr=0.05, **SETTINGS)
+    reference = make_model()
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.05, **SETTINGS)
+    for step in range(6):
+        step_plain(reference, theirs, step)
+    adamw.load_state_dict(saved(optimizer.state_dict()))
+    for mine, other in zip(plain.parameters(), reference.parameters(), strict=True):
+        assert set(adamw.state[mine]) == set(theirs.state[other])
+        assert adamw.state[mine]["step"] == 6
+        torch.testing.assert_close(
+            adamw.state[mine]["exp_avg_sq"], theirs.state[other]["exp_avg_sq"], rtol=1e-4, atol=1e-9
+        )
+    plain.load_state_dict(model.state_dict())
+    for x, y in batches(7):
+        compute(plain)(x, y).backward()
+    adamw.step()
+
+
+def test_other_betas_are_refused_when_loading() -> None:
+    _, optimizer, _ = start(in_scale())
+    other = torch.optim.AdamW(make_model().parameters(), betas=(0.5, 0.9))
+    with pytest.raises(UsageError, match="load it before attach"):
+        optimizer.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("change", ["mean", "reset"])
+def test_another_world_goes_on(change: str) -> None:
+    method = COMBINATIONS["top-k, refreshed, limited"]
+    model, optimizer, simulation = start(method)
+    train(optimizer, simulation, model, range(6))
+    states = saved((model.state_dict(), optimizer.state_dict(), simulation.state_dict()))
+    model = make_model()
+    model.load_state_dict(states[0])
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.05, **SETTINGS)
+    two = tw.simulate(model, method, workers=2, optimizer=fresh)
+    fresh.load_state_dict(states[1])
+    two.load_state_dict(states[2], on_world_change=change)
+    for rank in two.ranks:
+        held = two.residual("0.weight", rank)
+        assert bool(held.any()) == (change == "mean")
+        assert torch.equal(held, two.residual("0.weight", 0))
+    for step in range(3):
+        two.step(compute(model), batches(step)[:2])
+        fresh.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not two.plan()["0.weight"].dense
+
+
+def test_without_the_optimizers_state_the_next_step_says_so() -> None:
+    method = COMBINATIONS["top-k, frozen"]
+    model, optimizer, simulation = start(method)
+    train(optimizer, simulation, model, range(6))
+    state = saved(simulation.state_dict())
+    _, _, two = start(method)
+    for rank in state["ranks"].values():
+        rank["memory"].pop("second_moment")
+    two.load_state_dict(state)
+    with pytest.raises(UsageError, match="second moment"):
+        two.step(compute(two.model), batches(0))

@@ -1,0 +1,127 @@
+"""AdamScale: how the dense start ends, and how the second moment returns to the optimizer at the end."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import thinwire as tw
+from tests.optim.adam_job import (
+    EVERY_STEP,
+    SETTINGS,
+    START,
+    WORKERS,
+    batches,
+    check_close,
+    compute,
+    in_scale,
+    make_model,
+    start,
+    step_plain,
+    train,
+    train_plain,
+)
+
+
+def test_a_trained_optimizer_may_start_at_once() -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **SETTINGS)
+    for step in range(START):
+        step_plain(model, optimizer, step)
+    method = in_scale(start=0, divisor=EVERY_STEP)
+    simulation = tw.simulate(model, method, workers=WORKERS, optimizer=optimizer)
+    ours = train(optimizer, simulation, model, range(START, 9))
+    check_close(ours[-1:], train_plain(9)[-1:], 1e-4)
+
+
+def test_the_dense_start_ends_when_the_second_moment_has_settled() -> None:
+    rule = tw.Settled(tolerance=0.5, steps=4, at_least=4)
+    model, optimizer, simulation = start(in_scale(start=rule))
+    turned = []
+    for step in range(60):
+        train(optimizer, simulation, model, range(step, step + 1))
+        turned.append(not simulation.plan()["0.weight"].dense)
+    assert turned[-1] and not any(turned[:7])
+    strict = in_scale(start=tw.Settled(tolerance=1e-9, steps=4, at_least=4))
+    model, optimizer, simulation = start(strict)
+    train(optimizer, simulation, model, range(20))
+    assert simulation.plan()["0.weight"].dense
+
+
+def test_switching_to_dense_sends_what_is_held_and_is_adamw_again() -> None:
+    """The step that sends what is held has no refresh, so that the second moment misses one square."""
+    model, optimizer, simulation = start(in_scale(divisor=EVERY_STEP))
+    plain = make_model()
+    adamw = torch.optim.AdamW(plain.parameters(), lr=0.05, **SETTINGS)
+    for step in range(7):
+        if step == 6:
+            simulation.switch(tw.Dense())
+        train(optimizer, simulation, model, range(step, step + 1))
+        step_plain(plain, adamw, step)
+    ours, theirs = optimizer.state[model[0].weight], adamw.state[plain[0].weight]
+    torch.testing.assert_close(ours["exp_avg"], theirs["exp_avg"], rtol=1e-3, atol=1e-6)
+    assert int(ours["step"]) == 7
+    train(optimizer, simulation, model, range(7, 9))
+    assert simulation.plan()["0.weight"].dense
+    assert not simulation.handles[0].stats().memory_bytes
+    simulation.switch(in_scale(divisor=EVERY_STEP))
+    train(optimizer, simulation, model, range(9, 12))
+    assert not simulation.plan()["0.weight"].dense
+    assert all(p.isfinite().all() for p in model.parameters())
+    simulation.switch(tw.Quantized(bits=8))
+    train(optimizer, simulation, model, range(12, 14))
+    # A method that leaves Adam alone: it is the optimizer's again, momentum and all.
+    state = optimizer.state[model[0].weight]
+    assert state["exp_avg"].any() and state["exp_avg_sq"].any() and int(state["step"]) == 14
+    assert simulation.handles[0].steering.takeover is None
+    simulation.close()
+    assert state["exp_avg"].any()
+
+
+def test_a_skipped_step_does_not_lose_the_second_moment_of_what_turns_dense() -> None:
+    model, optimizer, simulation = start(in_scale(divisor=EVERY_STEP))
+    train(optimizer, simulation, model, range(6))
+    simulation.switch(tw.Dense())
+    simulation.step(compute(model), batches(6))
+    train(optimizer, simulation, model, range(7, 9))
+    assert optimizer.state[model[0].weight]["exp_avg_sq"].all()
+
+
+def test_closing_gives_the_second_moment_back() -> None:
+    model, optimizer, simulation = start(in_scale(divisor=EVERY_STEP))
+    train(optimizer, simulation, model, range(6))
+    held = simulation.handles[0].reducer.assignments.held("0.weight", "second_moment")
+    simulation.close()
+    state = optimizer.state[model[0].weight]
+    torch.testing.assert_close(state["exp_avg_sq"] / (1 - 0.95**6), held)
+    assert not state["exp_avg"].any()
+    compute(model)(*batches(0)[0]).backward()
+    optimizer.step()
+
+
+def test_rare_rows_are_limited_by_the_floor() -> None:
+    """A word that first comes up after the dense start moves by about a learning rate, not by thousands."""
+    for floor, wild in ((0.0, True), (0.01, False)):
+        torch.manual_seed(0)
+        words = nn.Embedding(64, 32)
+        optimizer = torch.optim.AdamW(words.parameters(), lr=0.01)
+        method = in_scale(start=2, floor=floor)
+        simulation = tw.simulate(words, method, workers=1, optimizer=optimizer)
+        for step in range(3):
+            before = words.weight.detach().clone()
+            seen = torch.tensor([0, 1, 2] if step < 2 else [5])
+            simulation.step(lambda x: words(x).sum(), [(seen,)])  # noqa: B023
+            optimizer.step()
+        assert ((words.weight.detach() - before).abs().max() > 1.0) == wild
+
+
+def test_plain_top_k_with_adam_warns_once_with_the_remedy(caplog) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    tw.simulate(model, tw.TopK(density=0.01), workers=2, optimizer=optimizer)
+    assert [record for record in caplog.records if "tw.AdamScale" in record.message]
+    caplog.clear()
+    tw.simulate(model, tw.Dense(), workers=2, optimizer=optimizer)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    tw.simulate(model, tw.TopK(density=0.01), workers=2, optimizer=sgd)
+    assert not [record for record in caplog.records if "AdamScale" in record.message]
