@@ -76,7 +76,8 @@ def test_clean_and_its_refusal() -> None:
 @pytest.mark.root
 def test_check_measures_and_prints_the_ceiling() -> None:
     exit_code, output = run_lab("--hosts", "1", "--rate", "100mbit", "--check")
-    assert exit_code == 0
+    # Whether the rate holds depends on what else the machine does.
+    assert exit_code == ("5% off" in output)
     assert "ceiling, unshaped:" in output
     assert "host1 sends" in output
 
