@@ -108,12 +108,11 @@ def test_a_damaged_list_is_no_number(kernels, wrong_indices):
     mine, theirs = (torch.zeros(tree.list_bytes, dtype=torch.uint8) for _ in range(2))
     for one in (mine, theirs):
         one[: 4 * tree.total].view(torch.int32).fill_(-1)
-    flags = torch.ones(len(tree.group.slots) + 1)
     tree.damaged.zero_()
-    tree.merge(mine, theirs, flags, 0, keeps=True)
+    tree.merge(mine, theirs, 0, keeps=True)
     assert int(tree.damaged) == 0
     theirs[:8].view(torch.int32).copy_(torch.tensor(wrong_indices))
-    merged, _, left = tree.merge(mine, theirs, flags, 0, keeps=True)
+    merged, _, left = tree.merge(mine, theirs, 0, keeps=True)
     assert int(tree.damaged) == 1
     assert bool(merged[4 * tree.total :].view(torch.float32).isnan().any())
     assert not bool(left.amounts.any())
@@ -128,7 +127,7 @@ def test_launches(launched):
     assert kinds.pop("split_undo") == 4, "one for the step before"
     merges = {name: kinds.pop(name) for name in ("tree_merge", "split_decide", "tree_emit")}
     assert set(merges.values()) == {8}, "two for every rank"
-    assert list(kinds.values()) == [4] * 4, "one of each for every rank"
+    assert list(kinds.values()) == [4] * 5, "one of each for every rank"
 
 
 @pytest.mark.parametrize(

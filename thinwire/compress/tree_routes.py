@@ -98,9 +98,9 @@ class TreeRoute(PickedRoute):
         if not kernels.into_bucket:
             out = torch.zeros(self.group.numel, device=bucket_flat.device)
         kernels.finish(own.message[None], sent, account.c, out)
-        if own.left is not None:
-            kernels.bank(own.left, account.c)
-            account.left = own.left
+        for left in own.left:
+            kernels.bank(left, account.c)
+        account.left = own.left
         account.arrive()
         counts = sent.stats[-slots:]
         return Outcome(out, kernels.wrong, sent=counts, delivered=kernels.into_bucket)
@@ -112,42 +112,40 @@ class KernelList:
     def __init__(self, route: TreeRoute, sent: MessagesSent) -> None:
         self._route = route
         self.message, self.padding = sent.offer[0, route.tree.head :], sent.padding(0)
-        self.left: Left | None = None
+        self.left: list[Left] = []
         self._merges = 0
 
     def learn(self, flags: Tensor) -> None:
-        self._flags = flags
+        self._route.tree.learn(flags)
 
     def merge(self, theirs: Tensor, meeting: Meeting) -> None:
         self.message, self.padding, left = self._route.tree.merge(
-            self.message, theirs, self._flags, self._merges, meeting.keeps
+            self.message, theirs, self._merges, meeting.keeps
         )
         self._merges += 1
-        self.left = left or self.left
+        self.left += [] if left is None else [left]
 
 
 class TreeAccount(TakeBackAccount):
     """What was sent is known by the first list, and marks in it tell what has returned."""
 
-    def __init__(
-        self, c: Tensor, binding: Binding, route: TreeRoute, sent: MessagesSent
-    ) -> None:
+    def __init__(self, c: Tensor, binding: Binding, route: TreeRoute, sent: MessagesSent) -> None:
         super().__init__(c, [binding], route.tree)
         self.sent = sent
-        self.left: Left | None = None
-        """What is in memory of that which a merge left over."""
+        self.left: list[Left] = []
+        """What is in memory of that which merges left over."""
         self._route = route
 
     def settle_jointly(self, bad: Tensor) -> Joint | None:
         # What is left over goes first.
-        return None if self.left is not None else super().settle_jointly(bad)
+        return None if self.left else super().settle_jointly(bad)
 
     def _joint_entry(self, used: Tensor) -> Joint | None:
         return self._route.tree.joint_entry(self.c, self.sent)
 
     def _give_back(self, used: Tensor, bad: Tensor) -> None:
-        if self.left is not None:
-            self._route.tree.unbank(self.left, self.c, bad)
+        for left in reversed(self.left):
+            self._route.tree.unbank(left, self.c, bad)
         self._route.tree.give_back(self.c, self.sent, bad)
 
     def accepted(self) -> Tensor:
@@ -156,10 +154,9 @@ class TreeAccount(TakeBackAccount):
         indices, values = split(self.sent.offer[0, route.tree.head :], route.wire)
         taken = indices >= 0
         total.index_add_(0, indices.clamp(min=0).long(), torch.where(taken, values.float(), 0.0))
-        if self.left is not None:
-            taken = self.left.amounts != 0
-            positions = torch.where(taken, self.left.indices, 0)
-            total.index_add_(0, positions, self.left.amounts, alpha=-1)
+        for left in self.left:
+            positions = torch.where(left.amounts != 0, left.indices, 0)
+            total.index_add_(0, positions, left.amounts, alpha=-1)
         return total
 
 

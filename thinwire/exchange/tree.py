@@ -44,11 +44,12 @@ MERGED_ENTRIES = "entries that Offer.pick chose, in lists that are merged two at
 
 @dataclass(frozen=True, kw_only=True)
 class TreeMerge(Exchange):
-    """gTopk. A rank sends 2k log2 P words where P is a power of two, otherwise at most 2k (log2 Q + 2), Q being the next one below.
+    """gTopk. A rank sends 2k log2 P words where P is a power of two, otherwise at most 2k (log2 Q + 1), Q being the next one below.
 
-    1. Rank Q + r and rank r send each other their k entries. Both add equal places and keep the k largest of every slot, ties to the
-       lowest position.
-    2. So do ranks below Q whose numbers differ in the lowest bit, then in the next, and so on. All end with the same list.
+    1. Rank Q + r sends its k entries to rank r, which adds equal places and keeps the k largest of every slot, ties to the lowest
+       position.
+    2. Ranks below Q whose numbers differ in the lowest bit send each other their lists, and both merge them like that; then those
+       that differ in the next bit, and so on. All end with the same list.
     3. Rank r sends the list to rank Q + r.
 
     The paper merges towards rank 0 and sends the result back down the same tree. Where P is a power of two that is the same list with
@@ -56,7 +57,7 @@ class TreeMerge(Exchange):
 
     As published (`conserve=False`) a rank takes back what it selected and does not find in the final list. That loses a
     contribution dropped at a merge if its place wins elsewhere: lossy by design. With `conserve=True` a rank clears
-    everything it handed over, and one of those that make the same merge keeps what it drops in its own memory: nothing is lost.
+    everything it handed over, and the first of those that make the same merge keeps what it drops in its own memory: nothing is lost.
     """
 
     conserve: bool = True
@@ -70,7 +71,7 @@ class TreeMerge(Exchange):
 
     def entry_bits(self, value_bits: float, index_bits: float, world: int) -> float:
         whole = largest_power(world)
-        messages = whole.bit_length() - 1 + (2 if world > whole else 0)
+        messages = whole.bit_length() - 1 + (world > whole)
         return messages * (32 + value_bits)
 
     def run(self, offer: Offer) -> Program[Outcome]:
@@ -93,24 +94,34 @@ class Meeting:
     """One round of merges, as a rank sees it."""
 
     name: str
-    partner: int | None
-    """With whom lists are exchanged; None if this rank has nobody."""
-    keeps: bool
-    """Whether what the merge leaves over goes to this rank's memory: of all that make the same merge to one, and to no rank twice."""
+    to: int | None
+    """Who gets this rank's list; None = nobody."""
+    source: int | None
+    """Whose list this rank merges with its own; None = nobody's."""
+    keeps: bool = False
+    """Whether what the merge leaves over goes to this rank's memory: it is the first of those that make the same merge."""
 
 
 def meetings(place: Place) -> Iterator[Meeting]:
     """In order."""
     rank, whole = place.rank, largest_power(place.world)
+    beyond = rank + whole if rank + whole < place.world else None
     if place.world > whole:
-        other = rank ^ whole
-        yield Meeting("outside", other if other < place.world else None, rank >= whole)
+        yield Meeting("gather", rank - whole if rank >= whole else None, beyond, keeps=True)
     reach = 1
     while reach < whole:
-        inside = rank < whole
-        last = rank % (2 * reach) == reach - 1
-        yield Meeting(f"reach {reach}", rank ^ reach if inside else None, inside and last)
+        other = rank ^ reach if rank < whole else None
+        yield Meeting(f"reach {reach}", other, other, keeps=rank % (2 * reach) == 0)
         reach *= 2
+
+
+def spreading(place: Place) -> Meeting | None:
+    """The round behind them, in which nobody merges; None where all have the same list by then."""
+    rank, whole = place.rank, largest_power(place.world)
+    if place.world == whole:
+        return None
+    to = rank + whole if rank + whole < place.world else None
+    return Meeting("spread", to, rank - whole if rank >= whole else None)
 
 
 class OwnList(Protocol):
@@ -132,25 +143,28 @@ def merge_lists(own: OwnList, flags: Sum, place: Place, phase: str) -> Program[N
     """All ranks end with the same list. Flags travel beside the first messages."""
     beside: tuple[Sum, ...] = (flags,)
     for meeting in meetings(place):
-        other = meeting.partner
-        *told, theirs = yield (*beside, swap(own, f"{phase}/merge", other, other, meeting.name))
+        *told, theirs = yield (*beside, swap(own, meeting, f"{phase}/merge"))
         for reply in told:
             own.learn(reply)
         beside = ()
-        if other is not None:
+        if meeting.source is not None:
             own.merge(theirs, meeting)
-    rank, whole = place.rank, largest_power(place.world)
-    if place.world > whole:
-        to = rank + whole if rank + whole < place.world else None
-        source = rank - whole if rank >= whole else None
-        (final,) = yield (swap(own, f"{phase}/spread", to, source, "spread"),)
-        if source is not None:
+    last = spreading(place)
+    if last is not None:
+        (final,) = yield (swap(own, last, f"{phase}/spread"),)
+        if last.source is not None:
             own.message = final
 
 
-def swap(own: OwnList, phase: str, to: int | None, source: int | None, pattern: str) -> Swap:
-    padding = own.padding
-    return Swap(own.message, phase, padding_bytes=padding, to=to, source=source, pattern=pattern)
+def swap(own: OwnList, meeting: Meeting, phase: str) -> Swap:
+    return Swap(
+        own.message,
+        phase,
+        padding_bytes=own.padding,
+        to=meeting.to,
+        source=meeting.source,
+        pattern=meeting.name,
+    )
 
 
 # -- lists ------------------------------------------------------------------------------------------------------------
@@ -175,7 +189,7 @@ class MergeStep:
         self.wire = wire_dtype(offer)
         self.sum_dtype, self.device = offer.account.c.dtype, offer.account.c.device
         self.places = list_places(self.table, self.device)
-        self.left: tuple[Tensor, Tensor] | None = None
+        self.left: list[tuple[Tensor, Tensor]] = []
         """Flat positions and sums that merges left over for this rank's memory."""
 
     def run(self) -> Program[Outcome]:
@@ -193,8 +207,8 @@ class MergeStep:
         final, values = self.read(self.message)
         stays = self.used[slots] if self.conserve else self.find(final)[positions]
         account.give_back(positions, torch.where(stays, 0.0, sent))
-        if self.left is not None:
-            account.give_back(*self.left)
+        for left in self.left:
+            account.give_back(*left)
         counts = count_by_slot(sent != 0, slots, self.table)
         return deliver_mean(offer, final.long(), values, self.non_finite, counts)
 
@@ -225,7 +239,7 @@ class MergeStep:
             # A place that both have counts once.
             sums.index_fill_(0, mine, 0.0)
             positions, lost = indices.view(-1), torch.cat([first, sums[theirs]])
-        self.left = positions.clamp(min=0).long(), torch.where(lost.isfinite(), lost, 0.0)
+        self.left.append((positions.clamp(min=0).long(), torch.where(lost.isfinite(), lost, 0.0)))
 
     def find(self, final: Tensor) -> Tensor:
         """bool [numel + 1]: which positions are in the final list. The last element is the dump of empty places."""

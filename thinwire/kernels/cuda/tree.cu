@@ -1,6 +1,7 @@
 // Merges of two lists of one group. Reference: thinwire/exchange/tree.py.
 //
 //  (count and place of split.cu make the first list, with one owner who has everything)
+//     learn   Which slots were used on some rank, and whether something was wrong, when their flags are there.
 //  1. merge   A thread has an entry of one of two lists, and finds by halving how many of the other come before it.
 //             Both together are a list with holes: where a place is in both, the second has one.
 //  (decide of split.cu finds the smallest sum of each slot that stays)
@@ -21,16 +22,16 @@ struct Pair {
     __device__ __forceinline__ float others_value(int i) const { return from_wire(values_of(other, total)[start + i]); }
 };
 
-// The last block has no entries: it says which slots were used and whether something was wrong. Empty places come last, in the merged
-// list too.
+// One block. The last flag tells of what was wrong.
+extern "C" __global__ __launch_bounds__(MERGE_THREADS) void tree_learn(const float* flags, u8* used, u8* status, int slots) {
+    for (int s = threadIdx.x; s < slots; s += MERGE_THREADS) used[s] = flags[s] > 0.0f;
+    if (threadIdx.x == 0 && flags[slots] > 0.0f) raise(status);
+}
+
+// Empty places come last, in the merged list too.
 extern "C" __global__ __launch_bounds__(MERGE_THREADS) void tree_merge(
-    const u8* mine, const u8* theirs, const float* flags, const SplitSlot* slots, const int* place_slots, int* list_indices,
-    float* list_sums, u8* used, u8* status, int* damaged, IN_PLACE SplitForm form) {
-    if (blockIdx.x == gridDim.x - 1) {
-        for (int s = threadIdx.x; s < form.slots; s += MERGE_THREADS) used[s] = flags[s] > 0.0f;
-        if (threadIdx.x == 0 && flags[form.slots] > 0.0f) raise(status);
-        return;
-    }
+    const u8* mine, const u8* theirs, const u8* used, const SplitSlot* slots, const int* place_slots, int* list_indices,
+    float* list_sums, int* damaged, IN_PLACE SplitForm form) {
     const int item = blockIdx.x * MERGE_THREADS + threadIdx.x;
     if (item >= 2 * form.total) return;
     const bool arrived = item >= form.total;
@@ -52,7 +53,7 @@ extern "C" __global__ __launch_bounds__(MERGE_THREADS) void tree_merge(
     // Of equal ones this rank's come first.
     if (arrived) at = there ? at + twice : slot.room;
     const int to = 2 * slot.start + i + at;
-    list_indices[to] = there && flags[number] > 0.0f && !(twice && arrived) ? index : NO_ENTRY;
+    list_indices[to] = there && used[number] && !(twice && arrived) ? index : NO_ENTRY;
     list_sums[to] = sum;
 }
 

@@ -1,4 +1,4 @@
-"""TreeKernels: merges of lists on CUDA. Two launches for the first list of a group, three for each merge, two for the update.
+"""TreeKernels: merges of lists on CUDA. Three launches for the first list of a group, three for each merge, two for the update.
 
 Reference: `MergeStep` in thinwire/exchange/tree.py. The bits are the same.
 """
@@ -19,7 +19,6 @@ from thinwire.kernels.cuda.messages import (
     STATS,
     MessageKernels,
     MessagesSent,
-    in_whole_words,
     in_words,
     read_float,
 )
@@ -135,12 +134,12 @@ class TreeKernels(MessageKernels):
         form, slots, pieces = self.form, len(self.group.slots), len(self._ranges)
         blocks, cuts = -(-2 * self.total // MERGE_THREADS), self._cuts[0]
         listed = [self.slots, self._place_slots, INDICES, AMOUNTS]
-        told = [self.used, self.wrong, self.damaged, form]
+        told = [self.damaged, form]
         cut = [self.slots, self._states, INDICES, AMOUNTS, GUESSES, cuts, STATS, self.lists]
         read = [self.slots, self._ranges, self._states, INDICES, AMOUNTS, cuts, self.damaged]
         self._merges = [
             [
-                self._merge_launch("tree_merge", blocks + 1, [MINE, THEIRS, FLAGS, *listed, *told]),
+                self._merge_launch("tree_merge", blocks, [MINE, THEIRS, self.used, *listed, *told]),
                 self._launch("split_decide", slots, BINS, cut),
                 self._merge_launch(
                     "tree_emit",
@@ -151,6 +150,7 @@ class TreeKernels(MessageKernels):
             ]
             for keeps in (NOTHING, ROUNDING, ALL)
         ]
+        self._learn = self._merge_launch("tree_learn", 1, [FLAGS, self.used, self.wrong, slots])
         held = [INDICES, AMOUNTS, MEMORY]
         self._bank, self._unbank = (
             self._merge_launch("tree_bank", blocks, [*held, flag, sign, 2 * self.total])
@@ -167,13 +167,15 @@ class TreeKernels(MessageKernels):
         """The first list out of picked entries, which `memory` does not hold: row 0 of `offer`, behind the flags."""
         return self.place(payload, memory, 0, 0)
 
-    def merge(
-        self, mine: Tensor, theirs: Tensor, flags: Tensor, number: int, keeps: bool
-    ) -> tuple[Tensor, Tensor, Left | None]:
-        """(the merged list, bytes of its empty places, what is left over if it `keeps` any of it).
+    def learn(self, flags: Tensor) -> None:
+        """The flags of all ranks, summed: float32 [slots + 1]."""
+        self._learn.start({"flags": flags.data_ptr()})
 
-        `flags` float32 [slots + 1] are those of all ranks, summed. `number` counts the merges of a step.
-        """
+    def merge(
+        self, mine: Tensor, theirs: Tensor, number: int, keeps: bool
+    ) -> tuple[Tensor, Tensor, Left | None]:
+        """(the merged list, bytes of its empty places, what is left over if it `keeps` any of it). `number` counts the merges of a
+        step."""
         kept = self._kept if keeps else NOTHING
         theirs, device = in_words(theirs), self.group.device
         merged = torch.empty(self.list_bytes, dtype=torch.uint8, device=device)
@@ -185,7 +187,6 @@ class TreeKernels(MessageKernels):
             "mine": mine.data_ptr(),
             "theirs": theirs.data_ptr(),
             "merged": merged.data_ptr(),
-            "flags": flags.data_ptr(),
             "indices": indices.data_ptr(),
             "amounts": amounts.data_ptr(),
             "guesses": self._round_guesses[number].data_ptr(),
