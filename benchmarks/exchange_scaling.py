@@ -34,6 +34,8 @@ METHODS = {
     "topk": tw.TopK(density=0.01),
     "oktopk": tw.OkTopK(density=0.01),
     "exclusive": tw.ExclusiveTopK(density=0.01),
+    "gtopk": tw.GTopK(density=0.01),
+    "topkdsa": tw.TopKDSA(density=0.01),
 }
 SILENT_MS = 82.0
 """A step of BERT-large without communication on the H200 that the rows were measured on."""

@@ -55,7 +55,7 @@ def test_same_bits_as_on_the_cpu(name, values):
             assert torch.equal(got.after[rank].cpu(), expected.after[rank])
 
 
-@pytest.mark.parametrize("name", ["split", "full", "exclusive", "leader", "tree"])
+@pytest.mark.parametrize("name", ["split", "full", "exclusive", "leader", "tree", "dsa"])
 def test_the_host_never_waits(name):
     assert EXCHANGES[name].host_sync_free
     ranks = Ranks(EXCHANGES[name], 3, SHAPES, 0.05, "bf16", device="cuda")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.exchange.ranks import Ranks, check_step, gradients
 from thinwire.errors import UsageError
-from thinwire.exchange import regions, reused
+from thinwire.exchange import regions, reused, uneven
 from thinwire.exchange.regions import HashedRegions
 from thinwire.exchange.reused import ReusedThresholds, step_towards
 from thinwire.exchange.split import SplitReduce
@@ -211,6 +211,39 @@ def test_mutation_search_in_an_unsorted_list(monkeypatch):
     ranks = published()
     with pytest.raises(AssertionError):
         check_step(ranks.step(gradients("normal", 4, ranks.numel)), 4)
+
+
+def check_published_step() -> None:
+    ranks = published()
+    check_step(ranks.step(gradients("normal", 4, ranks.numel)), 4)
+
+
+def test_mutation_strict_threshold_loses_the_kth_entry(monkeypatch):
+    """B3: `>` against the k-th magnitude sends k-1 entries while all k are cleared."""
+    real = uneven.send_to_owners
+
+    def send(offer, entries, owner, bad):
+        strictly = entries.values.abs() > entries.values.abs().min()
+        reply = yield from real(offer, entries.at(strictly), owner[strictly], bad)
+        return reply
+
+    check_published_step()
+    monkeypatch.setattr(reused, "send_to_owners", send)
+    with pytest.raises(AssertionError):
+        check_published_step()
+
+
+def test_mutation_missing_own_part(monkeypatch):
+    real = uneven.send_to_owners
+
+    def send(offer, entries, owner, bad):
+        foreign = owner != offer.place.rank
+        reply = yield from real(offer, entries.at(foreign), owner[foreign], bad)
+        return reply
+
+    monkeypatch.setattr(reused, "send_to_owners", send)
+    with pytest.raises(AssertionError):
+        check_published_step()
 
 
 def test_settings_are_checked():

@@ -7,7 +7,7 @@ import torch
 
 import thinwire as tw
 from tests.gpu.test_picked import SHAPES
-from tests.kernels.test_split import LARGE, compare, oktopk
+from tests.kernels.test_split import LARGE, compare, oktopk, topkdsa
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,6 +19,11 @@ pytestmark = [
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_layers(kernels, world, values):
     compare(kernels, oktopk(values=values), world=world, shapes=SHAPES, device="cuda")
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16"])
+def test_all_sums_come_back(kernels, values):
+    compare(kernels, topkdsa(values=values), world=3, shapes=SHAPES, device="cuda", discard=(1,))
 
 
 @pytest.mark.parametrize("capacity", [1.0, 1.5])

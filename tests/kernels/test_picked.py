@@ -20,8 +20,10 @@ METHODS = {
         exchange=tw.exchange.SplitReduce(contribution="full"),
         **o,
     ),
-    "gtopk": lambda **o: tw.GTopK(density=0.05, dense_fallback=False, **o),
-    "topkdsa": lambda **o: tw.TopKDSA(density=0.05, dense_fallback=False, **o),
+    "columns": lambda **o: tw.ADTopK(
+        density=0.05, axis=0, dense_fallback=False, exchange=tw.exchange.TreeMerge(), **o
+    ),
+    "regions": lambda **o: tw.TopKDSA(density=0.2, dense_fallback=False, **o),
 }
 
 

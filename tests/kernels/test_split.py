@@ -25,6 +25,10 @@ def oktopk(density=0.05, **options):
     return tw.OkTopK(density=density, dense_fallback=False, **options)
 
 
+def topkdsa(density=0.05, **options):
+    return tw.TopKDSA(density=density, dense_fallback=False, **options)
+
+
 def compare(kernels, method, *, steps=3, world=3, **options):
     accepted = not options.pop("packed", False) and not options.get("restorable")
     compare_steps(
@@ -40,12 +44,20 @@ def test_bits(kernels, world, values):
     compare(kernels, oktopk(values=values), world=world, rebucketed=True)
 
 
+@pytest.mark.parametrize(
+    ("world", "values"), [(3, "bf16"), (2, "fp32"), slow(4, "fp16"), slow(6, "fp32")]
+)
+def test_bits_where_all_sums_come_back(kernels, world, values):
+    compare(kernels, topkdsa(values=values), world=world, rebucketed=True)
+
+
 LARGE = {"matrix": (300, 257), "row": (3, 128), "long": (70_001,), "bias": (17,)}
 
 
 @pytest.mark.parametrize(("values", "density"), [("fp32", 0.1), slow("bf16", 0.01)])
 def test_many_chunks_of_entries_and_ranges_of_sums(kernels, values, density):
     compare(kernels, tw.OkTopK(density=density, values=values), world=2, steps=2, shapes=LARGE)
+    compare(kernels, tw.TopKDSA(density=density, values=values), world=2, steps=2, shapes=LARGE)
 
 
 def crowd(count, gradients):
@@ -67,6 +79,20 @@ def crowd(count, gradients):
 def test_boxes_that_overflow_and_ties(kernels, world, values, capacity):
     exchange = tw.exchange.SplitReduce(capacity=capacity)
     compare(kernels, oktopk(exchange=exchange, values=values), world=world, change=crowd)
+
+
+def apart(count, gradients):
+    """The same crowd, and no rank has what another one has: more sums arrive at its owner than come back."""
+    crowd(count, gradients)
+    for rank, one in enumerate(gradients):
+        for gradient in one.values():
+            flat = gradient.view(-1)
+            flat.mul_(torch.arange(flat.numel()) % len(gradients) == rank)
+
+
+@pytest.mark.parametrize(("world", "values"), [(3, "bf16"), slow(2, "fp32"), slow(4, "fp32")])
+def test_more_sums_than_come_back(kernels, world, values):
+    compare(kernels, topkdsa(values=values), world=world, change=apart, discard=(1,))
 
 
 def test_the_crowd_overflows(kernels):
@@ -103,10 +129,10 @@ def wrong(count, gradients):
 @pytest.mark.parametrize("restorable", [False, slow(True)])
 @pytest.mark.parametrize("values", ["fp32", "fp16", slow("bf16")])
 def test_zeros_ties_cancelled_sums_and_what_is_not_finite(kernels, values, restorable):
-    compare(
-        kernels, oktopk(values=values), change=wrong, steps=5, world=2, discard=(3,),
-        restorable=restorable,
-    )  # fmt: skip
+    for method in (oktopk(values=values), topkdsa(values=values)):
+        compare(
+            kernels, method, change=wrong, steps=5, world=2, discard=(3,), restorable=restorable
+        )
 
 
 def unused(count, gradients):
@@ -118,7 +144,8 @@ def unused(count, gradients):
 
 @pytest.mark.parametrize("values", ["fp32", slow("bf16")])
 def test_slots_without_a_gradient_and_discarded_steps(kernels, values):
-    compare(kernels, oktopk(values=values), change=unused, steps=4, discard=(0, 2))
+    for method in (oktopk(values=values), topkdsa(values=values)):
+        compare(kernels, method, change=unused, steps=4, discard=(0, 2))
 
 
 def lonely(count, gradients):
@@ -207,6 +234,7 @@ def test_launches(launched):
     [
         (oktopk(), 1, "nobody to exchange with"),
         (oktopk(exchange=tw.exchange.SplitReduce(contribution="full")), 2, "contribution='full'"),
+        (topkdsa(density=0.2), 2, "regions that travel dense"),
         (
             tw.ADTopK(density=0.1, axis=0, exchange=tw.exchange.SplitReduce(), dense_fallback=False),
             2,

@@ -34,8 +34,6 @@ class ExchangeCase:
     formula: str
     words: Words
     settings: Plain = field(default_factory=dict)
-    both_ways: bool = False
-    """Whether the formula counts what the busiest rank sends and receives, as for a tree."""
 
     def make(self, measured: ExchangePlan) -> Method:
         asked = keep_taken(self.method, density=measured.density, values=measured.values)
@@ -53,13 +51,7 @@ CASES = {
         ExchangeCase(
             "topkdsa", "topkdsa", "(2k+n)(P-1)/P", lambda k, n, p: (2 * k + n) * (p - 1) / p
         ),
-        ExchangeCase(
-            "gtopk",
-            "gtopk-conserve",
-            "4k log P",
-            lambda k, n, p: 4 * k * math.ceil(math.log2(p)),
-            both_ways=True,
-        ),
+        ExchangeCase("gtopk", "gtopk-conserve", "4k log P", lambda k, n, p: 4 * k * math.log2(p)),
         ExchangeCase("oktopk", "oktopk", *OKTOPK),
         ExchangeCase("oktopk-published", "oktopk-published", *OKTOPK),
         ExchangeCase("oktopk-full", "oktopk", *OKTOPK, settings=FULL),

@@ -38,8 +38,7 @@ def measure_virtual(
         gradients = [make_gradient(numel, rank, step, device) for rank in range(world)]
         ledgers, update, compensated = _step(workers, gradients)
         totals = [ledger.total() for ledger in ledgers]
-        both = case.both_ways
-        words = [(t.payload_bytes + (t.received_bytes if both else 0)) / WORD for t in totals]
+        words = [total.payload_bytes / WORD for total in totals]
         busiest.append(max(words))
         means.append(sum(words) / world)
         contractions.append(contraction(update, compensated, k))
@@ -59,7 +58,7 @@ def measure_virtual(
         "flat": sum(means) / steps / k * world / max(1, world - 1),
         "formula": case.formula,
         "formula_words": formula,
-        "inside": max(busiest if case.both_ways else means) <= formula + 2 * world,
+        "inside": max(means) <= formula + 2 * world,
         "padding": traffic.padding_bytes / sent,
         "control": traffic.control_bytes / sent,
         "messages": traffic.messages / world / steps,

@@ -116,9 +116,7 @@ def expected_bytes(codec: Codec, exchange: Exchange, place: Place) -> list[float
     shared = (place.world - 1) * codec.control_bytes / max(1, len(codec.table.rows))
     return [
         shared
-        + rows.entries
-        * exchange.entry_bits(codec.values.bits, codec.indices.bits(rows), place.world)
-        / 8
+        + exchange.slot_bits(rows, codec.values.bits, codec.indices.bits(rows), place.world) / 8
         for rows in codec.table.rows
     ]
 

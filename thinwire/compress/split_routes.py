@@ -14,7 +14,7 @@ from thinwire.compress.kernel_accounts import TakeBackAccount
 from thinwire.compress.picked_routes import PICKING_KERNELS, PickedRoute
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.requests import Program
-from thinwire.exchange.split import SPLIT_ENTRIES, SplitLayout, SplitReduce
+from thinwire.exchange.split import SPLIT_ENTRIES, OwnedSums, SplitLayout
 from thinwire.kernels.cuda.joint import Joint
 from thinwire.kernels.cuda.messages import MessagesSent
 from thinwire.kernels.cuda.split import SplitKernels
@@ -36,11 +36,12 @@ def split_route(task: SparseTask) -> Route:
 def reason_against_kernels(task: SparseTask) -> str | None:
     """Why the kernels cannot do the exchange too, as a sentence; None if they can."""
     exchange, world = task.exchange, task.terms.place.world
-    assert isinstance(exchange, SplitReduce), "the form says so"
+    assert isinstance(exchange, OwnedSums), "the form says so"
     if world == 1:
         return "there is nobody to exchange with"
-    if exchange.contribution == "full":
-        return "the kernels do not know contribution='full'"
+    beside = exchange.objection_to_kernels(task.codec.table, world)
+    if beside is not None:
+        return f"the kernels do not know {beside}"
     if world > MOST_OWNERS:
         return f"the kernels know up to {MOST_OWNERS} ranks"
     if task.group.numel >= 1 << 31:
@@ -59,18 +60,18 @@ def rises(rows: SlotRows) -> bool:
 
 def tables_of(layout: SplitLayout) -> SplitTables:
     """What the kernels are told of owners and places."""
-    regions, places = layout.regions, layout.places
+    regions, back = layout.regions, layout.back.sizes
     _, blocks, firsts, _, shifts, _ = regions.by_slot.tolist()
     return SplitTables(
         regions.edges.tolist(),
         blocks,
         firsts,
         shifts,
-        rooms=places.sizes,
-        back=places.sizes,
-        winners=[rows.entries for rows in layout.table.rows],
-        owners=(regions.boxes // len(places.sizes)).cpu(),
-        begins=regions.firsts.cpu(),
+        rooms=layout.places.sizes,
+        back=back,
+        winners=layout.winners or [layout.world * room for room in back],
+        owners=regions.boxes // len(back),
+        begins=regions.firsts,
         starts=regions.starts,
         region_blocks=regions.blocks,
     )
@@ -85,12 +86,13 @@ class SplitRoute(PickedRoute):
 
     @cached_property
     def layout(self) -> SplitLayout:
+        """On the CPU: the device has the tables of the kernels."""
         task = self.task
-        assert isinstance(task.exchange, SplitReduce)
+        assert isinstance(task.exchange, OwnedSums), "the form says so"
         wire = task.codec.values.dtype
         assert wire is not None, "the form says that values are floats"
         return SplitLayout(
-            task.exchange, task.codec.table, wire, task.terms.place, self.group.device
+            task.exchange, task.codec.table, wire, task.terms.place, torch.device("cpu")
         )
 
     @cached_property
@@ -144,14 +146,14 @@ class SplitAccount(TakeBackAccount):
 
     def accepted(self) -> Tensor:
         kernels, layout, sent = self._route.split, self._route.layout, self.sent
-        total = torch.zeros(self._route.group.numel, device=sent.offer.device)
-        positions, values = layout.read(sent.offer[:, kernels.head :])
+        total = torch.zeros(self._route.group.numel)
+        positions, values = layout.read(sent.offer[:, kernels.head :].cpu(), layout.places)
         total.index_add_(0, positions, values)
         if sent.finished and sent.lost.numel():
             rank = self._route.task.terms.place.rank
-            positions, _ = layout.read(sent.sums[None], rank)
-            total.index_add_(0, positions, sent.lost, alpha=-1)
-        return total
+            positions, _ = layout.read(sent.sums[None].cpu(), layout.back, rank)
+            total.index_add_(0, positions, sent.lost.cpu(), alpha=-1)
+        return total.to(sent.offer.device)
 
 
 SPLIT_KERNELS = replace(

@@ -135,6 +135,10 @@ class Exchange(Formed, ABC):
         """Bits a rank sends per entry it may select; the cost model behind `dense_fallback`."""
         return (world - 1) * (value_bits + index_bits)
 
+    def slot_bits(self, rows: SlotRows, value_bits: float, index_bits: float, world: int) -> float:
+        """Bits a rank sends for a parameter."""
+        return rows.entries * self.entry_bits(value_bits, index_bits, world)
+
 
 class ExchangeSession:
     """An exchange at work. This one has no state; exchanges that learn or cache override it."""

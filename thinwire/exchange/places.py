@@ -191,6 +191,17 @@ def choose_winners(
     )
 
 
+def all_win(indices: Tensor, values: Tensor, places: Places, numel: int) -> Winners:
+    """All gathered sums [world, places]."""
+    taken = indices.reshape(-1) >= 0
+    numbers = torch.arange(taken.numel(), device=taken.device)
+    return Winners(
+        positions_of(indices, places, numel).view(-1),
+        torch.where(taken, values.reshape(-1), 0),
+        torch.where(taken, numbers, taken.numel()),
+    )
+
+
 def positions_of(indices: Tensor, places: Places, empty: int) -> Tensor:
     """Flat positions of [world, places] indices, row o in the region of owner o; `empty` where there is none."""
     inside = torch.maximum(indices, places.lowest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,7 @@ from thinwire.exchange.places import (
     Proposal,
     Winners,
     add_arrived,
+    all_win,
     choose_winners,
     largest_sums,
     pack,
@@ -50,13 +52,56 @@ from thinwire.layout import RowTable, remembered
 from thinwire.validate import check_choice, check_finite_number
 
 SPLIT_ENTRIES = "entries that Offer.pick chose, added by the owners of hashed regions"
-"""The form of `SplitReduce`."""
+"""The form of an `OwnedSums`."""
 Contribution = Literal["selected", "full"]
 LARGEST_CAPACITY = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitReduce(Exchange):
+class OwnedSums(Exchange):
+    """Entries travel to owners, and their sums back, in messages of sizes that shapes alone give."""
+
+    capacity: float = 1.25
+    """Places per slot and owner, as a multiple of k/P."""
+
+    computed_by = ("run", "step", "places", "winners")
+    sums_on_the_way = True
+
+    def __post_init__(self) -> None:
+        check_finite_number("capacity", self.capacity)
+        if not 1.0 <= self.capacity <= LARGEST_CAPACITY:
+            raise UsageError(
+                f"capacity is {self.capacity!r}; it must be between 1 and {LARGEST_CAPACITY}, beyond which "
+                "6k(P-1)/P words no longer hold"
+            )
+
+    def run(self, offer: Offer) -> Program[Outcome]:
+        if offer.place.world == 1:
+            return keep_alone(offer)
+        outcome = yield from self.step(offer).run()
+        return outcome
+
+    @abstractmethod
+    def step(self, offer: Offer) -> SplitStep:
+        """One exchange among several ranks."""
+
+    def places(self, table: RowTable, regions: HashedRegions, world: int) -> tuple[Places, Places]:
+        """(of what travels to the owners, of the sums that come back)."""
+        rooms = [capacity_of(rows.entries, world, self.capacity) for rows in table.rows]
+        places = Places(regions, rooms, world)
+        return places, places
+
+    def winners(self, table: RowTable) -> list[int] | None:
+        """By slot: how many of the sums that come back are kept, the largest. None: all of them."""
+        return [rows.entries for rows in table.rows]
+
+    def objection_to_kernels(self, table: RowTable, world: int) -> str | None:
+        """What a step is beside that in such a group, as the end of a sentence; None if that is all."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitReduce(OwnedSums):
     """Ok-Topk with an exact choice and a hard bound: at most 6k(P-1)/P words on every step (from P entries per slot on).
 
     1. Select locally.
@@ -72,22 +117,13 @@ class SplitReduce(Exchange):
     compensated gradient there is added by an all-reduce: better contraction for about one word more per entry.
     """
 
-    capacity: float = 1.25
-    """Places per slot and owner, as a multiple of k/P."""
     contribution: Contribution = "selected"
     """What a rank adds at a winner's place: what it selected there, or "full": all it has there."""
 
     form = SPLIT_ENTRIES
-    computed_by = ("run", "places")
-    sums_on_the_way = True
 
     def __post_init__(self) -> None:
-        check_finite_number("capacity", self.capacity)
-        if not 1.0 <= self.capacity <= LARGEST_CAPACITY:
-            raise UsageError(
-                f"capacity is {self.capacity!r}; it must be between 1 and {LARGEST_CAPACITY}, beyond which "
-                "6k(P-1)/P words no longer hold"
-            )
+        super().__post_init__()
         check_choice("contribution", self.contribution, ("selected", "full"))
 
     def entry_bits(self, value_bits: float, index_bits: float, world: int) -> float:
@@ -99,16 +135,11 @@ class SplitReduce(Exchange):
     def gathered_after(self) -> int | None:
         return None if self.contribution == "full" else 1
 
-    def run(self, offer: Offer) -> Program[Outcome]:
-        if offer.place.world == 1:
-            return keep_alone(offer)
-        outcome = yield from SplitStep(self, offer).run()
-        return outcome
+    def objection_to_kernels(self, table: RowTable, world: int) -> str | None:
+        return "contribution='full'" if self.contribution == "full" else None
 
-    def places(self, table: RowTable, regions: HashedRegions, world: int) -> Places:
-        """Of what travels to the owners, and of the sums that come back."""
-        entries = [rows.entries for rows in table.rows]
-        return Places(regions, [capacity_of(k, world, self.capacity) for k in entries], world)
+    def step(self, offer: Offer) -> SplitStep:
+        return SplitStep(self, offer, full=self.contribution == "full")
 
 
 def capacity_of(entries: int, world: int, capacity: float) -> int:
@@ -122,7 +153,7 @@ class SplitLayout:
 
     def __init__(
         self,
-        setting: SplitReduce,
+        setting: OwnedSums,
         table: RowTable,
         wire: torch.dtype,
         place: Place,
@@ -135,11 +166,12 @@ class SplitLayout:
         self.regions = remembered(
             table, ("hashed", world, device), lambda: HashedRegions(table, world, device)
         )
-        self.places = remembered(
+        self.places, self.back = remembered(
             table,
-            ("places", world, setting.capacity, device),
+            ("places", setting, world, device),
             lambda: setting.places(table, self.regions, world),
         )
+        self.winners = setting.winners(table)
 
     def deal_out(self, messages: Tensor, head: int, padding: Tensor) -> Program[Tensor]:
         """What the ranks have for this owner [world, bytes], given what this rank has for each, in front `head` bytes of flags."""
@@ -161,13 +193,14 @@ class SplitLayout:
 
     @property
     def spare(self) -> float:
-        """On average k/P of an owner's places hold a winner: the others."""
-        return self.places.total - self.table.entries / self.world
+        """Winners are spread evenly over the owners on average: an owner's places that hold none."""
+        return 0.0 if self.winners is None else self.back.total - sum(self.winners) / self.world
 
-    def read(self, entries: Tensor, owner: int | None = None) -> tuple[Tensor, Tensor]:
+    def read(
+        self, entries: Tensor, places: Places, owner: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(flat positions, float32 values, 0 in empty places) of messages [owners, bytes] without flags, or of one owner's."""
         indices, values = split(entries, self.wire)
-        places = self.places
         owners = places.owners if owner is None else places.owners[owner]
         inside = torch.maximum(indices, places.lowest)
         positions = self.regions.positions(owners, inside, places.lookup)
@@ -177,9 +210,8 @@ class SplitLayout:
 class SplitStep:
     """One exchange of one group, phase by phase."""
 
-    def __init__(self, setting: SplitReduce, offer: Offer) -> None:
-        self.offer = offer
-        self.full = setting.contribution == "full"
+    def __init__(self, setting: OwnedSums, offer: Offer, *, full: bool = False) -> None:
+        self.offer, self.full = offer, full
         self.phase = offer.phase
         self.rank, self.world = offer.place.rank, offer.place.world
         self.wire = wire_dtype(offer)
@@ -188,6 +220,7 @@ class SplitStep:
         layout = (self.table, self.wire, offer.place, self.device, offer.phase)
         self.layout = SplitLayout(setting, *layout)
         self.regions, self.places = self.layout.regions, self.layout.places
+        self.back = self.layout.back
         self.slots = self.table.entry_slots(self.device)
 
     def run(self) -> Program[Outcome]:
@@ -230,8 +263,7 @@ class SplitStep:
         self, sums: Tensor, indices: Tensor, used: Tensor
     ) -> Program[tuple[Tensor, Tensor, Tensor]]:
         """(mean of the winners, mask of their positions, whether one is not finite); an owner banks what rounding its sums lost."""
-        places = self.places
-        fit = largest_sums(sums, indices, places, places)
+        fit = largest_sums(sums, indices, self.places, self.back)
         # Empty places read the dump, which is zero.
         exact = sums[fit.long() + 1]
         rounded = to_wire(exact, self.wire)
@@ -246,7 +278,7 @@ class SplitStep:
     def read(self, gathered: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(mean of the winners, mask of their positions, mask [world, places] of theirs, whether one is not finite)."""
         winners = self.winners(gathered, used)
-        numel, width = self.table.numel, self.places.total
+        numel, width = self.table.numel, self.back.total
         # One element more than the group: the dump of what is not kept.
         kept = torch.zeros(numel + 1, dtype=torch.bool, device=self.device)
         kept.index_fill_(0, winners.positions, True)
@@ -259,26 +291,31 @@ class SplitStep:
         return update[:-1], kept[:-1], won[:-1].view(self.world, width), bad
 
     def winners(self, gathered: Tensor, used: Tensor) -> Winners:
-        places = self.places
-        indices, values = unpack(gathered, self.wire, places.lowest, places.highest)
-        slots, turns = remembered(
-            self.table, ("winners", self.world, places.total, self.device), self.winning_turns
-        )
+        back, winners = self.back, self.layout.winners
+        indices, values = unpack(gathered, self.wire, back.lowest, back.highest)
         # A slot that no rank had a gradient for keeps nothing.
+        if winners is None:
+            return all_win(
+                torch.where(used[back.slots], indices, NO_ENTRY), values, back, self.table.numel
+            )
+        slots, turns = remembered(
+            self.table,
+            ("winners", self.world, back.total, self.device),
+            lambda: self.winning_turns(torch.tensor(winners)),
+        )
         turns = torch.where(used[slots], turns, -1)
-        return choose_winners(indices, values, places, slots, turns, self.table.numel)
+        return choose_winners(indices, values, back, slots, turns, self.table.numel)
 
-    def winning_turns(self) -> tuple[Tensor, Tensor]:
-        """(the slot of every winner, how many of its slot are before it)."""
-        keep = torch.tensor([rows.entries for rows in self.table.rows])
+    def winning_turns(self, keep: Tensor) -> tuple[Tensor, Tensor]:
+        """(the slot of every winner, how many of its slot are before it), if each keeps so many."""
         slots = torch.arange(len(keep)).repeat_interleave(keep)
         turns = torch.arange(len(slots)) - (keep.cumsum(0) - keep)[slots]
         return slots.to(self.device), turns.to(self.device)
 
     def bank(self, lost: Tensor, fit: Tensor) -> None:
-        index = torch.maximum(fit, self.places.lowest)
-        owner = self.places.owners[self.rank]
-        positions = self.regions.positions(owner, index, self.places.lookup)
+        back = self.back
+        index = torch.maximum(fit, back.lowest)
+        positions = self.regions.positions(back.owners[self.rank], index, back.lookup)
         self.offer.account.give_back(positions, torch.where(lost.isfinite(), lost, 0.0))
 
     def contribute(

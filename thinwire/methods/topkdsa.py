@@ -16,9 +16,8 @@ from thinwire.select.topk import TradTopK
 
 @dataclass(frozen=True, kw_only=True)
 class TopKDSA(Sparsifier):
-    """Sums are formed at owners and all of them come back, as entries or, once there are too many, as dense regions."""
+    """Sums are formed at owners and all of them come back, as entries or, once there may be too many, as dense regions."""
 
-    values: str = "fp32"
     exchange: Exchange = field(default_factory=SplitGather)
 
     def selector(self) -> Selector:

@@ -14,7 +14,8 @@ ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
 ALL_TO_ALL = "all_to_all"
 MEASURED_KINDS = (ALL_REDUCE, ALL_GATHER, ALL_TO_ALL)
-LIKE = {"all_to_all_uneven": ALL_TO_ALL, "broadcast": ALL_GATHER, "swap": ALL_TO_ALL}
+SWAP = "swap"
+LIKE = {"all_to_all_uneven": ALL_TO_ALL, "broadcast": ALL_GATHER, SWAP: ALL_TO_ALL}
 """Kinds that are not measured by themselves, and the one whose price they pay."""
 
 
@@ -85,7 +86,8 @@ class MeasuredPrices(Prices):
 class LinkPrices(Prices):
     """A link that nobody has measured: predicted from its rate, the latency of one hop and the number of workers.
 
-    An all-reduce goes round a ring, or up and down a tree where that is faster at next to no bytes; the others go round.
+    An all-reduce goes round a ring, or up and down a tree where that is faster at next to no bytes; a swap is one hop; the others
+    go round.
     """
 
     bits_per_s: float
@@ -93,6 +95,8 @@ class LinkPrices(Prices):
     workers: int
 
     def latency(self, kind: str) -> float:
+        if kind == SWAP:
+            return self.hop_s
         ring = (self.workers - 1) * self.hop_s
         if LIKE.get(kind, kind) == ALL_REDUCE:
             return min(2 * ring, 2 * math.ceil(math.log2(max(2, self.workers))) * self.hop_s)
