@@ -59,7 +59,7 @@ def hand_in(cluster: Cluster, names: list[str], gradients) -> list[Future[Tensor
 def end(cluster: Cluster) -> None:
     """The end of the backward."""
     for reducer in cluster.reducers:
-        reducer.flush()
+        reducer.end_backward()
     cluster.ranks.run()
 
 

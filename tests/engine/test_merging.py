@@ -105,7 +105,7 @@ def run(method: tw.Method, merge_bytes: int, bad_step: int | None = None, order=
                 flats[rank].append(flat)
                 cluster.reducers[rank].reduce(Bucket(layout, flat))
         for reducer in cluster.reducers:
-            reducer.flush()
+            reducer.end_backward()
         cluster.ranks.run()
         held = [cluster.residuals(rank) for rank in range(WORLD)]
         results.append(([torch.cat(one) for one in flats], held))
@@ -147,7 +147,7 @@ def test_a_bucket_of_a_backward_that_failed_does_not_join_the_next_one():
     layouts = {name: cluster.layouts_of([name])[0] for name in "ab"}
     left_behind = reducer.reduce(Bucket(layouts["a"], torch.ones(50)))
     futures = [reducer.reduce(Bucket(layouts[n], torch.ones(layouts[n].numel))) for n in "ab"]
-    reducer.flush()
+    reducer.end_backward()
     cluster.ranks.run()
     with pytest.raises(ExchangeError, match="before its last bucket"):
         left_behind.wait()
@@ -165,7 +165,7 @@ def test_buckets_of_two_dtypes_are_not_joined():
         reducer.reduce(Bucket(layout, flat))
         for layout, flat in zip((first, narrow), flats, strict=True)
     ]
-    reducer.flush()
+    reducer.end_backward()
     cluster.ranks.run()
     assert [future.value().dtype for future in futures] == [torch.float32, torch.bfloat16]
 

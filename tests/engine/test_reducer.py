@@ -65,6 +65,8 @@ def named_job(rank: int, world: int) -> list[Tensor]:
             assert torch.equal(tensors[name], update)
             assert torch.equal(immediate[name], update)
         results.append(flat)
+        for reducer in (background, named, at_once):
+            reducer.end_backward()
     for reducer in (background, named, at_once):
         reducer.close()
     return results
@@ -171,6 +173,7 @@ def test_what_a_bad_step_delivers_is_the_callers_choice(nothing):
     futures = [r.reduce_named(g) for r, g in zip(reducers, gradients, strict=True)]
     ranks.run()
     for reducer, future, delivered in zip(reducers, futures, gradients, strict=True):
+        reducer.end_backward()
         assert bool(reducer.verdict())
         future.wait()
         for update in delivered.values():
@@ -202,6 +205,7 @@ def run_shards(part: int) -> tuple[list[Tensor], Reducer]:
     before = [flat.clone() for flat in flats]
     for reducer, flat in zip(reducers, flats, strict=True):
         reducer.reduce(Bucket(layout, flat))
+        reducer.end_backward()
     ranks.run()
     for slot in layout.slots:
         total = 2 * slot.view(flats[0]) + sum(

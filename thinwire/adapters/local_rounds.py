@@ -201,7 +201,7 @@ class LocalRounds:
         for bucket in self._own(fragment):
             self.point.write_distance(bucket)
             futures.append(reducer.reduce(bucket))
-        reducer.flush()
+        reducer.end_backward()
         return Round(fragment, self.steps + self.settings.delay, futures)
 
     def _arrived(self) -> Round:

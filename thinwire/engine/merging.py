@@ -46,45 +46,50 @@ class BucketMerger:
         self._nbytes = 0
         self._missing = parameters
         """Parameters that have not come in this backward."""
-        self._layouts: list[BucketLayout] = []
+        self._layouts: dict[BucketLayout, None] = {}
         """Of the buckets of this backward so far."""
         self._usual: list[BucketLayout] = []
-        """Of the buckets of the last backward."""
+        """Of the buckets of the last backward that came to its end."""
         self._joined: dict[tuple[BucketLayout, ...], BucketLayout] = {}
         """Layouts of buckets that are encoded as one, by the layouts they are made of."""
 
     def add(self, ready: ReadyBucket) -> list[list[ReadyBucket]]:
         """The units that go on now; none if this bucket waits for others."""
+        layout = ready.bucket.layout
+        self._layouts[layout] = None
         if not self.enough:
             return [[ready]]
-        layout = ready.bucket.layout
-        self._layouts.append(layout)
         self._missing -= len(layout.slots)
-        units = [] if self._missing else self._take()
+        units = [] if self._missing else self.take()
         self._waiting.append(ready)
         self._nbytes += ready.bucket.flat.nbytes
         if not self._missing or self._nbytes >= self.enough or self._last_is_next():
-            units += self._take()
+            units += self.take()
         return units
 
     def _last_is_next(self) -> bool:
         count, usual = len(self._layouts), self._usual
-        return count == len(usual) - 1 and usual[0] is self._layouts[0]
+        return count == len(usual) - 1 and usual[0] is next(iter(self._layouts))
 
-    def _take(self) -> list[list[ReadyBucket]]:
+    def take(self) -> list[list[ReadyBucket]]:
         """All that wait, as one unit."""
         waiting, self._waiting, self._nbytes = self._waiting, [], 0
         return [waiting] if waiting else []
 
     def end(self) -> list[list[ReadyBucket]]:
         """The backward has ended: what waits."""
-        self._usual, self._layouts = self._layouts, []
+        self._usual = list(self._layouts)
+        return self.forget()
+
+    def forget(self) -> list[list[ReadyBucket]]:
+        """The backward is not to be learned from: what waits."""
+        self._layouts = {}
         self._missing = self._parameters
-        return self._take()
+        return self.take()
 
     def has_seen(self, layout: BucketLayout) -> bool:
         """Whether a bucket of this layout has come: a second one belongs to another backward."""
-        return any(one is layout for one in self._layouts)
+        return layout in self._layouts
 
     def join(self, buckets: Sequence[ReadyBucket]) -> Bucket:
         """The buckets as one; of the same layout in every step, as long as they lie where they were."""
