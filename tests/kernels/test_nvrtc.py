@@ -40,9 +40,10 @@ from thinwire.kernels.cuda.prepared import payload_defines
 from thinwire.kernels.cuda.quantize import Scaling, quantize_defines
 from thinwire.kernels.cuda.register_rows import SHORT_ROWS, RegisterRows, shape_bit
 from thinwire.kernels.cuda.source import SOURCES, Defines, source_of
-from thinwire.kernels.cuda.split import split_defines
+from thinwire.kernels.cuda.split_tables import split_defines
 from thinwire.kernels.cuda.structs import Row, declare, i32, i64, layout_of
 from thinwire.kernels.cuda.toolchain import use_toolchain
+from thinwire.kernels.cuda.tree import tree_defines
 from thinwire.lowrank.cuda.kernels import FILES, Kernels
 from thinwire.lowrank.cuda.kernels import SOURCES as LOWRANK
 
@@ -195,6 +196,8 @@ CASES: dict[str, Case] = {
     "agreed, fp16": ("agreed.cu", agreed_defines(torch.float16)),
     "split": ("split.cu", split_defines(torch.float32)),
     "split, bf16": ("split.cu", split_defines(torch.bfloat16)),
+    "tree": ("tree.cu", tree_defines(torch.float32)),
+    "tree, bf16": ("tree.cu", tree_defines(torch.bfloat16)),
     "bf16 memory": ("pack.cu", pack_defines(torch.bfloat16)),
     "int8 memory": ("pack.cu", pack_defines(torch.int8)),
 }

@@ -15,7 +15,7 @@ from tests.lanes import slow
 from thinwire.compress.picked_routes import PickedRoute
 from thinwire.compress.split_routes import SplitAccount, SplitRoute
 from thinwire.exchange.regions import block_bits, deal_blocks
-from thinwire.kernels.cuda.split import SplitSlot
+from thinwire.kernels.cuda.split_tables import SplitSlot
 from thinwire.kernels.cuda.structs import read_column
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]

@@ -6,6 +6,7 @@ from thinwire.compress.base import Compressor, GroupPlan, GroupStep, Opened, Rou
 from thinwire.compress.kernel_routes import THRESHOLD_KERNELS, TOP_K_KERNELS
 from thinwire.compress.picked_routes import PICKING_KERNELS
 from thinwire.compress.split_routes import SPLIT_KERNELS
+from thinwire.compress.tree_routes import TREE_KERNELS
 
 __all__ = [
     "AGREEING_KERNELS",
@@ -13,6 +14,7 @@ __all__ = [
     "SPLIT_KERNELS",
     "THRESHOLD_KERNELS",
     "TOP_K_KERNELS",
+    "TREE_KERNELS",
     "Backend",
     "Compressor",
     "GroupPlan",

@@ -16,7 +16,9 @@ from thinwire.exchange.base import Outcome
 from thinwire.exchange.requests import Program
 from thinwire.exchange.split import SPLIT_ENTRIES, SplitLayout, SplitReduce
 from thinwire.kernels.cuda.joint import Joint
-from thinwire.kernels.cuda.split import MOST_OWNERS, SplitKernels, SplitSent, SplitTables
+from thinwire.kernels.cuda.messages import MessagesSent
+from thinwire.kernels.cuda.split import SplitKernels
+from thinwire.kernels.cuda.split_tables import MOST_OWNERS, SplitTables
 from thinwire.layout import SlotRows
 from thinwire.memory.store import Binding
 
@@ -64,7 +66,9 @@ def tables_of(layout: SplitLayout) -> SplitTables:
         blocks,
         firsts,
         shifts,
-        places.sizes,
+        rooms=places.sizes,
+        back=places.sizes,
+        winners=[rows.entries for rows in layout.table.rows],
         owners=(regions.boxes // len(places.sizes)).cpu(),
         begins=regions.firsts.cpu(),
         starts=regions.starts,
@@ -127,7 +131,7 @@ class SplitRoute(PickedRoute):
 class SplitAccount(TakeBackAccount):
     """What was sent is known by its messages, and marks in them tell what has returned."""
 
-    def __init__(self, c: Tensor, binding: Binding, route: SplitRoute, sent: SplitSent) -> None:
+    def __init__(self, c: Tensor, binding: Binding, route: SplitRoute, sent: MessagesSent) -> None:
         super().__init__(c, [binding], route.split)
         self.sent = sent
         self._route = route

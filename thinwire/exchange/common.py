@@ -98,7 +98,12 @@ def flags_request(offer: Offer, bad: Tensor | None = None) -> Sum:
     """
     non_finite = offer.flags.non_finite if bad is None else offer.flags.non_finite | bad
     words = torch.cat([offer.flags.had_gradient, non_finite[None]]).to(offer.account.c.dtype)
-    return Sum(words, f"{offer.phase}/flags", control_bytes=words.nbytes)
+    return sum_of_flags(words, offer.phase)
+
+
+def sum_of_flags(words: Tensor, phase: str) -> Sum:
+    """Of numbers that are not 0 where a slot had a gradient and, the last one, if something was not finite."""
+    return Sum(words, f"{phase}/flags", control_bytes=words.nbytes)
 
 
 def ask(request: Request) -> Program[Any]:

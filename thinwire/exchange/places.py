@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.errors import WireError
 from thinwire.exchange.common import INDEX_DTYPE, NO_ENTRY, typed
-from thinwire.exchange.regions import HashedRegions
+from thinwire.exchange.regions import Regions
 
 INDEX_BYTES = INDEX_DTYPE.itemsize
 MAGNITUDE_BITS = 31
@@ -38,7 +38,7 @@ class Places:
     The entries of one slot for one owner are a box.
     """
 
-    def __init__(self, regions: HashedRegions, counts: Sequence[int], world: int) -> None:
+    def __init__(self, regions: Regions, counts: Sequence[int], world: int) -> None:
         device = regions.device
         sizes = torch.tensor(counts)
         starts = sizes.cumsum(0) - sizes

@@ -1,12 +1,13 @@
 """Regions: who owns which part of the gradient while it is being summed.
 
 `HashedRegions` deals out blocks of 64 elements in a pseudo-random order that the slot's name fixes: balanced without
-any agreement between ranks, and the same in every bucketing.
+any agreement between ranks, and the same in every bucketing. `WholeRegion` has one owner.
 """
 
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -18,7 +19,47 @@ BLOCK_BITS = 6
 BLOCKS_PER_OWNER = 256
 
 
-class HashedRegions:
+class Regions(ABC):
+    """Where the elements of a group lie while they are summed: an owner, and an index in the owner's region."""
+
+    device: torch.device
+    size: int
+    """Elements of a region, the same for every owner; some may be beyond the end of their slot."""
+    edges: Tensor
+    """[slots + 1]: where each slot's part of a region begins and ends."""
+
+    @abstractmethod
+    def locate(self, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """(owner x number of slots + slot, index in the owner's region) of flat positions in the given slots."""
+
+    @abstractmethod
+    def lookup(self, slots: Tensor) -> Tensor:
+        """What `positions` has to know of the slots of some indices; worth keeping where these are always the same."""
+
+    @abstractmethod
+    def positions(self, owner: Tensor, index: Tensor, lookup: Tensor) -> Tensor:
+        """Flat positions of indices in an owner's region; the inverse of `locate`."""
+
+
+class WholeRegion(Regions):
+    """One owner has everything: an index is a flat position."""
+
+    def __init__(self, table: RowTable, device: torch.device) -> None:
+        self.device, self.size = device, table.numel
+        starts = [rows.slot.offset for rows in table.rows]
+        self.edges = torch.tensor([*starts, table.numel], device=device)
+
+    def locate(self, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return slots, positions
+
+    def lookup(self, slots: Tensor) -> Tensor:
+        return slots
+
+    def positions(self, owner: Tensor, index: Tensor, lookup: Tensor) -> Tensor:
+        return index.long()
+
+
+class HashedRegions(Regions):
     """Every slot's blocks spread over the owners; an owner's blocks lie side by side, slot after slot, in the order of the slot.
 
     So indices in a region rise with positions, and what is selected in rising order arrives in rising order.
@@ -41,9 +82,7 @@ class HashedRegions:
             begins.append(begins[-1] + -(-blocks // world))
             edges.append(edges[-1] + (-(-blocks // world) << shift))
         self.size = edges[-1]
-        """Elements of a region, the same for every owner; some are beyond the end of their slot."""
         self.edges = torch.tensor(edges, device=device)
-        """[slots + 1]: where each slot's part of a region begins and ends."""
         self.blocks = begins[-1]
         """Blocks of a region."""
         offsets = [rows.slot.offset for rows in table.rows]
@@ -65,18 +104,15 @@ class HashedRegions:
         """By owner and block of its region: the flat position where it begins."""
 
     def locate(self, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """(owner x number of slots + slot, index in the owner's region) of flat positions in the given slots."""
         begin, base, _, _, shift, mask = self.by_slot.index_select(1, slots)
         inside = positions - begin
         block = (inside >> shift) + base
         return self.boxes[block], self.firsts[block] + (inside & mask)
 
     def lookup(self, slots: Tensor) -> Tensor:
-        """What `positions` has to know of the slots of some indices; worth keeping where these are always the same."""
         return self.by_slot[2:].index_select(1, slots)
 
     def positions(self, owner: Tensor, index: Tensor, lookup: Tensor) -> Tensor:
-        """Flat positions of indices in an owner's region; the inverse of `locate`."""
         first, edge, shift, mask = lookup
         local = index - edge
         return self.starts[(local >> shift) + (owner * self.blocks + first)] + (local & mask)

@@ -1,212 +1,241 @@
-"""gTopk: a binomial tree of merges that keeps k entries at every merge.
+"""gTopk: merges of two lists that keep k entries.
 
 Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks" (ICDCS'19).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from thinwire.exchange.base import PICKED_ENTRIES, Exchange, Offer, Outcome
+from thinwire.exchange.base import Exchange, Offer, Outcome
 from thinwire.exchange.common import (
-    INDEX_DTYPE,
     NO_ENTRY,
+    any_non_finite,
     count_by_slot,
     deliver_mean,
     flags_request,
     keep_alone,
     read_flags,
-    slot_of,
     to_wire,
-    typed,
     wire_dtype,
 )
-from thinwire.exchange.places import INDEX_BYTES, largest_by_slot, pack, unpack
-from thinwire.exchange.requests import Program, Swap
+from thinwire.exchange.places import (
+    INDEX_BYTES,
+    Places,
+    add_arrived,
+    largest_sums,
+    pack,
+    propose,
+    unpack,
+)
+from thinwire.exchange.regions import WholeRegion
+from thinwire.exchange.requests import Place, Program, Sum, Swap
 from thinwire.layout import RowTable, remembered
 from thinwire.validate import check_bool
 
-
-@dataclass(frozen=True, eq=False)
-class Listed:
-    """As many places as a group may keep entries, those of a slot side by side: flat positions (int64, NO_ENTRY where there
-    is none) and values."""
-
-    positions: Tensor
-    values: Tensor
-
-
-class Bounds:
-    """What shapes tell of the places of a list."""
-
-    def __init__(self, table: RowTable, device: torch.device) -> None:
-        starts = [rows.slot.offset for rows in table.rows]
-        stops = [rows.slot.offset + rows.slot.numel for rows in table.rows]
-        self.slots = table.entry_slots(device).long()
-        self.turns = table.entry_places(device).long()
-        """How many places of its slot are before each."""
-        self.lowest = torch.tensor(starts, dtype=INDEX_DTYPE, device=device)[self.slots]
-        self.highest = torch.tensor(stops, dtype=INDEX_DTYPE, device=device)[self.slots] - 1
-
-
-def bounds_of(offer: Offer) -> Bounds:
-    table, device = offer.codec.table, offer.account.c.device
-    return remembered(table, ("bounds", device), lambda: Bounds(table, device))
+MERGED_ENTRIES = "entries that Offer.pick chose, in lists that are merged two at a time"
+"""The form of `TreeMerge`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeMerge(Exchange):
-    """gTopk. 4k log P words along the longest path.
+    """gTopk. A rank sends 2k log2 P words where P is a power of two, otherwise at most 2k (log2 Q + 2), Q being the next one below.
 
-    1. In round q every rank that is a multiple of 2^(q+1) receives k entries from the rank 2^q above it, adds equal places
-       and keeps the k largest of every slot.
-    2. Rank 0's list travels down the same tree.
+    1. Rank Q + r and rank r send each other their k entries. Both add equal places and keep the k largest of every slot, ties to the
+       lowest position.
+    2. So do ranks below Q whose numbers differ in the lowest bit, then in the next, and so on. All end with the same list.
+    3. Rank r sends the list to rank Q + r.
+
+    The paper merges towards rank 0 and sends the result back down the same tree. Where P is a power of two that is the same list with
+    32-bit values, in twice the rounds.
 
     As published (`conserve=False`) a rank takes back what it selected and does not find in the final list. That loses a
-    contribution dropped at an inner merge if its place wins elsewhere: lossy by design. With `conserve=True` a rank clears
-    everything it handed over, and whoever drops a partial sum in a merge keeps it in its own memory: nothing is lost.
+    contribution dropped at a merge if its place wins elsewhere: lossy by design. With `conserve=True` a rank clears
+    everything it handed over, and one of those that make the same merge keeps what it drops in its own memory: nothing is lost.
     """
 
     conserve: bool = True
     """Whether sums that a merge drops are kept in memory, so that nothing is lost."""
 
-    form = PICKED_ENTRIES
+    form = MERGED_ENTRIES
     sums_on_the_way = True
 
     def __post_init__(self) -> None:
         check_bool("conserve", self.conserve)
 
     def entry_bits(self, value_bits: float, index_bits: float, world: int) -> float:
-        return 2 * (32 + value_bits) * max(1, (world - 1).bit_length())
+        whole = largest_power(world)
+        messages = whole.bit_length() - 1 + (2 if world > whole else 0)
+        return messages * (32 + value_bits)
 
     def run(self, offer: Offer) -> Program[Outcome]:
         if offer.place.world == 1:
             return keep_alone(offer)
-        table, account = offer.codec.table, offer.account
+        outcome = yield from MergeStep(self, offer).run()
+        return outcome
+
+
+# -- who merges with whom ---------------------------------------------------------------------------------------------
+
+
+def largest_power(world: int) -> int:
+    """The largest power of two that is no larger."""
+    return 1 << world.bit_length() - 1
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One round of merges, as a rank sees it."""
+
+    name: str
+    partner: int | None
+    """With whom lists are exchanged; None if this rank has nobody."""
+    keeps: bool
+    """Whether what the merge leaves over goes to this rank's memory: of all that make the same merge to one, and to no rank twice."""
+
+
+def meetings(place: Place) -> Iterator[Meeting]:
+    """In order."""
+    rank, whole = place.rank, largest_power(place.world)
+    if place.world > whole:
+        other = rank ^ whole
+        yield Meeting("outside", other if other < place.world else None, rank >= whole)
+    reach = 1
+    while reach < whole:
+        inside = rank < whole
+        last = rank % (2 * reach) == reach - 1
+        yield Meeting(f"reach {reach}", rank ^ reach if inside else None, inside and last)
+        reach *= 2
+
+
+class OwnList(Protocol):
+    """The list of one rank."""
+
+    message: Tensor
+    """uint8 [bytes]: as it is sent."""
+    padding: Tensor
+    """How many of them are empty places."""
+
+    def learn(self, flags: Tensor) -> None:
+        """The flags of all ranks, summed."""
+
+    def merge(self, theirs: Tensor, meeting: Meeting) -> None:
+        """Become the merged list."""
+
+
+def merge_lists(own: OwnList, flags: Sum, place: Place, phase: str) -> Program[None]:
+    """All ranks end with the same list. Flags travel beside the first messages."""
+    beside: tuple[Sum, ...] = (flags,)
+    for meeting in meetings(place):
+        other = meeting.partner
+        *told, theirs = yield (*beside, swap(own, f"{phase}/merge", other, other, meeting.name))
+        for reply in told:
+            own.learn(reply)
+        beside = ()
+        if other is not None:
+            own.merge(theirs, meeting)
+    rank, whole = place.rank, largest_power(place.world)
+    if place.world > whole:
+        to = rank + whole if rank + whole < place.world else None
+        source = rank - whole if rank >= whole else None
+        (final,) = yield (swap(own, f"{phase}/spread", to, source, "spread"),)
+        if source is not None:
+            own.message = final
+
+
+def swap(own: OwnList, phase: str, to: int | None, source: int | None, pattern: str) -> Swap:
+    padding = own.padding
+    return Swap(own.message, phase, padding_bytes=padding, to=to, source=source, pattern=pattern)
+
+
+# -- lists ------------------------------------------------------------------------------------------------------------
+
+
+def list_places(table: RowTable, device: torch.device) -> Places:
+    """As many as a group may keep entries, those of a slot side by side."""
+
+    def make() -> Places:
+        counts = [rows.entries for rows in table.rows]
+        return Places(WholeRegion(table, device), counts, world=1)
+
+    return remembered(table, ("list", device), make)
+
+
+class MergeStep:
+    """One exchange of one group. A list is in the order of positions within a slot, empty places last."""
+
+    def __init__(self, setting: TreeMerge, offer: Offer) -> None:
+        self.offer, self.conserve = offer, setting.conserve
+        self.table = offer.codec.table
+        self.wire = wire_dtype(offer)
+        self.sum_dtype, self.device = offer.account.c.dtype, offer.account.c.device
+        self.places = list_places(self.table, self.device)
+        self.left: tuple[Tensor, Tensor] | None = None
+        """Flat positions and sums that merges left over for this rank's memory."""
+
+    def run(self) -> Program[Outcome]:
+        offer, account, places = self.offer, self.offer.account, self.places
         picks = offer.pick()
-        positions = table.positions(picks.indices)
-        slots = table.entry_slots(positions.device).long()
-        (flags,) = yield (flags_request(offer, ~picks.values.isfinite().all()),)
-        used, non_finite = read_flags(flags)
-        sent = torch.where(used[slots], to_wire(picks.values, wire_dtype(offer)), 0.0)
-        chosen = sent != 0
-        sent = sent.to(account.c.dtype)
-        account.write_off(positions, sent)
-        mine = Listed(torch.where(chosen, positions, NO_ENTRY), sent)
-        merged = yield from self.merge_up(offer, mine)
-        final = yield from send_down(offer, merged)
-        if not self.conserve:
-            # One element more than the group: the dump of empty places.
-            kept = torch.zeros(table.numel + 1, dtype=torch.bool, device=positions.device)
-            target = torch.where(final.positions >= 0, final.positions, table.numel)
-            kept.index_fill_(0, target, True)
-            account.give_back(positions, torch.where(kept[positions], 0.0, sent))
-        counts = count_by_slot(chosen, slots, table)
-        return deliver_mean(offer, final.positions, final.values, non_finite, counts)
+        positions = self.table.positions(picks.indices)
+        slots = self.table.entry_slots(self.device).long()
+        wire = to_wire(picks.values, self.wire)
+        sent = wire.to(self.sum_dtype)
+        account.write_off(positions, sent, held=picks.values)
+        listed = propose(wire, *places.regions.locate(positions, slots), places)
+        self.write(listed.indices[0], listed.values[0])
+        flags = flags_request(offer, any_non_finite(picks.values))
+        yield from merge_lists(self, flags, offer.place, offer.phase)
+        final, values = self.read(self.message)
+        stays = self.used[slots] if self.conserve else self.find(final)[positions]
+        account.give_back(positions, torch.where(stays, 0.0, sent))
+        if self.left is not None:
+            account.give_back(*self.left)
+        counts = count_by_slot(sent != 0, slots, self.table)
+        return deliver_mean(offer, final.long(), values, self.non_finite, counts)
 
-    def merge_up(self, offer: Offer, mine: Listed) -> Program[Listed]:
-        """On rank 0 the final list, as the wire rounds it."""
-        rank, world = offer.place.rank, offer.place.world
-        reach = 1
-        while reach < world:
-            sends = rank % (2 * reach) == reach
-            receives = rank % (2 * reach) == 0 and rank + reach < world
-            message = empty_message(offer)
-            if sends:
-                message = write_message(self.round(offer, mine))
-            request = Swap(
-                message,
-                f"{offer.phase}/merge",
-                padding_bytes=padding_of(message, offer),
-                to=rank - reach if sends else None,
-                source=rank + reach if receives else None,
-                pattern=f"up {reach}",
-            )
-            (arrived,) = yield (request,)
-            if receives:
-                theirs = read_message(offer, arrived)
-                mine = self.keep_largest(offer, mine, theirs)
-            reach *= 2
-        return self.round(offer, mine) if rank == 0 else mine
+    def learn(self, flags: Tensor) -> None:
+        self.used, self.non_finite = read_flags(flags)
 
-    def round(self, offer: Offer, entries: Listed) -> Listed:
-        """Entries as the wire rounds them; what is lost stays in this rank's memory."""
-        rounded = to_wire(entries.values, wire_dtype(offer))
-        lost = entries.values - rounded
-        lost = torch.where(lost.isfinite(), lost, 0.0)
-        offer.account.give_back(entries.positions.clamp(min=0), lost)
-        return Listed(entries.positions, rounded)
+    def merge(self, theirs: Tensor, meeting: Meeting) -> None:
+        """Add equal places and keep each slot's largest, as the wire rounds them."""
+        indices, values = self.read(torch.stack([self.message, theirs]))
+        # A slot that no rank had a gradient for keeps nothing.
+        indices = torch.where(self.used[self.places.slots], indices, NO_ENTRY)
+        sums = add_arrived(indices, values, self.table.numel, self.sum_dtype)
+        kept = largest_sums(sums, indices, self.places, self.places)
+        # Empty places read the dump, which is zero.
+        exact = sums[kept.long() + 1]
+        rounded = to_wire(exact, self.wire)
+        self.write(kept, rounded)
+        if meeting.keeps and (self.conserve or self.wire != self.sum_dtype):
+            self.keep_left(sums, indices, kept, exact - rounded)
 
-    def keep_largest(self, offer: Offer, mine: Listed, theirs: Listed) -> Listed:
-        """Add equal places, keep each slot's largest, ties to the lowest position."""
-        positions = torch.cat([mine.positions, theirs.positions])
-        positions, order = positions.sort(stable=True)
-        values = torch.cat([mine.values, theirs.values.to(mine.values.dtype)])[order]
-        # A place is there twice at most, this rank's first.
-        twice = positions[1:] == positions[:-1]
-        first = positions >= 0
-        first[1:] &= ~twice
-        sums = values.clone()
-        sums[:-1] += torch.where(twice, values[1:], 0.0)
-        bounds = bounds_of(offer)
-        slot = slot_of(positions.clamp(min=0), offer.codec.table)
-        kept, there = largest_by_slot(sums, first, slot, bounds.slots, bounds.turns)
+    def keep_left(self, sums: Tensor, indices: Tensor, kept: Tensor, lost: Tensor) -> None:
+        """What rounding `lost` of sums that stay in the list, and all others if nothing may be lost."""
+        positions = kept
         if self.conserve:
-            dropped = torch.cat([first, first[:1]])
-            # The last element is the dump of places that nobody takes.
-            dropped = dropped.index_fill_(0, torch.where(there, kept, len(first)), False)[:-1]
-            given = torch.where(dropped, sums, 0.0)
-            offer.account.give_back(positions.clamp(min=0), given)
-        return Listed(
-            torch.where(there, positions[kept], NO_ENTRY), torch.where(there, sums[kept], 0.0)
-        )
+            sums.scatter_(0, kept.long() + 1, lost)
+            mine, theirs = indices.long() + 1
+            first = sums[mine]
+            # A place that both have counts once.
+            sums.index_fill_(0, mine, 0.0)
+            positions, lost = indices.view(-1), torch.cat([first, sums[theirs]])
+        self.left = positions.clamp(min=0).long(), torch.where(lost.isfinite(), lost, 0.0)
 
+    def find(self, final: Tensor) -> Tensor:
+        """bool [numel + 1]: which positions are in the final list. The last element is the dump of empty places."""
+        found = torch.zeros(self.table.numel + 1, dtype=torch.bool, device=self.device)
+        return found.index_fill_(0, torch.where(final >= 0, final, self.table.numel).long(), True)
 
-def send_down(offer: Offer, final: Listed) -> Program[Listed]:
-    """Rank 0's list on every rank, along the same tree."""
-    rank, world = offer.place.rank, offer.place.world
-    reach = 1 << max(0, (world - 1).bit_length() - 1)
-    message = write_message(final) if rank == 0 else empty_message(offer)
-    while reach:
-        sends = rank % (2 * reach) == 0 and rank + reach < world
-        receives = rank % (2 * reach) == reach
-        request = Swap(
-            message,
-            f"{offer.phase}/spread",
-            padding_bytes=padding_of(message, offer),
-            to=rank + reach if sends else None,
-            source=rank - reach if receives else None,
-            pattern=f"down {reach}",
-        )
-        (arrived,) = yield (request,)
-        if receives:
-            message = arrived
-        reach //= 2
-    return read_message(offer, message)
+    def write(self, indices: Tensor, values: Tensor) -> None:
+        self.message = pack(indices, values)
+        self.padding = (indices < 0).sum() * (INDEX_BYTES + self.wire.itemsize)
 
-
-def empty_message(offer: Offer) -> Tensor:
-    """k places without an entry."""
-    keep = offer.codec.table.entries
-    device = offer.account.c.device
-    indices = torch.full((1, keep), NO_ENTRY, dtype=INDEX_DTYPE, device=device)
-    return pack(indices, torch.zeros(1, keep, dtype=wire_dtype(offer), device=device))
-
-
-def write_message(entries: Listed) -> Tensor:
-    return pack(entries.positions.to(INDEX_DTYPE)[None], entries.values[None])
-
-
-def read_message(offer: Offer, message: Tensor) -> Listed:
-    bounds = bounds_of(offer)
-    indices, values = unpack(message, wire_dtype(offer), bounds.lowest, bounds.highest)
-    return Listed(indices[0].long(), values[0])
-
-
-def padding_of(message: Tensor, offer: Offer) -> Tensor:
-    keep = offer.codec.table.entries
-    indices = typed(message[:, : INDEX_BYTES * keep], INDEX_DTYPE)
-    return (indices < 0).sum() * (INDEX_BYTES + wire_dtype(offer).itemsize)
+    def read(self, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """(int32 positions, values) of [..., bytes]."""
+        return unpack(messages, self.wire, self.places.lowest, self.places.highest)

@@ -311,12 +311,12 @@ extern "C" __global__ __launch_bounds__(BINS) void split_decide(
     const int base = world * slot.start, lane = threadIdx.x & 31;
     list_indices += base, list_sums += base;
     const auto bits_at = [=](int i) { return list_indices[i] < 0 ? -1 : sum_bits(list_sums[i]); };
-    const Cut cut = find_cut(bits_at, mine[slot.ranges - 1].end - base, slot.room, guesses + blockIdx.x, group, shared);
+    const Cut cut = find_cut(bits_at, mine[slot.ranges - 1].end - base, slot.back_room, guesses + blockIdx.x, group, shared);
     for (int r = threadIdx.x / 32; r < slot.ranges; r += CHUNK_WARPS) {
         const int begin = mine[r].list - base, end = begin + mine[r].count;
         int taken = 0;
 #pragma unroll 4
-        for (int i = begin + lane; i < end; i += 32) taken += cut.takes(sum_bits(list_sums[i]), i);
+        for (int i = begin + lane; i < end; i += 32) taken += cut.takes(bits_at(i), i);
         taken = warp_sum(taken);
         if (lane == 0) mine[r].place = taken;
     }
@@ -331,7 +331,7 @@ extern "C" __global__ __launch_bounds__(BINS) void split_decide(
     }
     if (threadIdx.x != 0) return;
     cuts[blockIdx.x] = cut;
-    atomicAdd(reinterpret_cast<u32*>(stats + 2), (u32)(slot.room - next));
+    atomicAdd(reinterpret_cast<u32*>(stats + 2), (u32)(slot.back_room - next));
 }
 
 // A warp has a range. stats[1] is told the bytes of places that are empty, or hold no winner on average, as float.
@@ -342,7 +342,7 @@ extern "C" __global__ __launch_bounds__(32 * EMIT_WARPS) void split_emit(
     const int number = blockIdx.x * EMIT_WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         stats[1] = __float_as_int(fmaxf((float)stats[2], spare) * entry_bytes);
-        for (int i = (4 + (int)sizeof(Value)) * form.total; i % 4; ++i) sums[i] = 0;
+        for (int i = (4 + (int)sizeof(Value)) * form.back; i % 4; ++i) sums[i] = 0;
     }
     if (number >= count) return;
     const RangeState state = states[number];
@@ -350,10 +350,10 @@ extern "C" __global__ __launch_bounds__(32 * EMIT_WARPS) void split_emit(
     const SplitSlot slot = slots[slot_number];
     const Cut cut = cuts[slot_number];
     const int base = form.world * slot.start;
-    int next = slot.start + state.place;
+    int next = slot.back_start + state.place;
     const auto write = [&](int place, int index, float exact) {
         const Value code = round_to_wire(exact);
-        put(sums, form.total, place, index, code);
+        put(sums, form.back, place, index, code);
 #if NARROW
         lost[place] = __fsub_rn(exact, from_wire(code));
         mates[place] = -1;
@@ -362,8 +362,8 @@ extern "C" __global__ __launch_bounds__(32 * EMIT_WARPS) void split_emit(
     if (*damaged) {
         // Something that is no number wins everywhere, and every rank knows.
         if (number != slot.range) return;
-        for (int p = lane; p < slot.room; p += 32)
-            write(slot.start + p, p ? NO_ENTRY : slot.edge, p ? 0.0f : __int_as_float(0x7fc00000));
+        for (int p = lane; p < slot.back_room; p += 32)
+            write(slot.back_start + p, p ? NO_ENTRY : slot.edge, p ? 0.0f : __int_as_float(0x7fc00000));
         return;
     }
     for (int begin = state.list; begin < state.list + state.count; begin += 32) {
@@ -376,7 +376,7 @@ extern "C" __global__ __launch_bounds__(32 * EMIT_WARPS) void split_emit(
         next += __popc(all);
     }
     if (number != slot.range + slot.ranges - 1) return;
-    for (int p = next + lane; p < slot.start + slot.room; p += 32) write(p, NO_ENTRY, 0.0f);
+    for (int p = next + lane; p < slot.back_start + slot.back_room; p += 32) write(p, NO_ENTRY, 0.0f);
 }
 
 // -- everybody ---------------------------------------------------------------------------------------------------------
@@ -392,32 +392,36 @@ extern "C" __global__ __launch_bounds__(BINS) void split_choose(
     }
     Deciders group = shared.group();
     const SplitSlot slot = slots[blockIdx.x];
-    const int total = form.total;
+    const int total = form.back;
     const auto bits_at = [=](int i) {
-        const int owner = i / slot.room, place = slot.start + i - owner * slot.room;
+        const int owner = i / slot.back_room, place = slot.back_start + i - owner * slot.back_room;
         const u8* row = gathered + (i64)owner * stride;
         return indices_of(row)[place] < 0 ? -1 : sum_bits(from_wire(values_of(row, total)[place]));
     };
     // A slot that no rank had a gradient for keeps nothing.
-    const int keep = used[blockIdx.x] ? slot.keep : 0;
-    const Cut cut = find_cut(bits_at, form.world * slot.room, keep, guesses + blockIdx.x, group, shared);
+    const int keep = used[blockIdx.x] ? slot.winners : 0;
+    const Cut cut = find_cut(bits_at, form.world * slot.back_room, keep, guesses + blockIdx.x, group, shared);
     if (threadIdx.x == 0) cuts[blockIdx.x] = cut;
 }
 
-// The first half of the threads has what was gathered, the other half what this rank sent.
+// The first `gathered_blocks` blocks have what was gathered, the others what this rank sent. `settled`: slots of which nothing returns.
 extern "C" __global__ __launch_bounds__(FINISH_THREADS) void split_finish(
     const u8* gathered, int stride, u8* offer, float* memory, float* out, const SplitSlot* slots, const int* place_slots,
-    const int* starts, const Cut* cuts, float* lost, int* mates, u8* status, const float* share, IN_PLACE SplitForm form,
-    int half, int into_bucket) {
-    const bool sent = (int)blockIdx.x >= half;
-    const i64 item = (i64)(blockIdx.x - (sent ? half : 0)) * FINISH_THREADS + threadIdx.x;
-    if (item >= (i64)form.world * form.total) return;
-    const int owner = (int)(item / form.total), place = (int)(item % form.total);
-    const SplitSlot slot = slots[place_slots[place]];
-    const Cut cut = cuts[place_slots[place]];
+    const int* back_slots, const int* starts, const Cut* cuts, const u8* settled, float* lost, int* mates, u8* status,
+    const float* share, IN_PLACE SplitForm form, int gathered_blocks, int into_bucket) {
+    const bool sent = (int)blockIdx.x >= gathered_blocks;
+    const i64 item = (i64)(blockIdx.x - (sent ? gathered_blocks : 0)) * FINISH_THREADS + threadIdx.x;
+    const int total = sent ? form.total : form.back;
+    if (item >= (i64)form.world * total) return;
+    const int owner = (int)(item / total), place = (int)(item % total);
+    const int slot_number = (sent ? place_slots : back_slots)[place];
+    const SplitSlot slot = slots[slot_number];
+    const Cut cut = cuts[slot_number];
     const u8* row = gathered + (i64)owner * stride;
-    const Value* values = values_of(row, form.total);
-    const auto wins = [&](int p) { return cut.takes(sum_bits(from_wire(values[p])), owner * slot.room + p - slot.start); };
+    const Value* values = values_of(row, form.back);
+    const auto wins = [&](int p) {
+        return cut.takes(sum_bits(from_wire(values[p])), owner * slot.back_room + p - slot.back_start);
+    };
     if (!sent) {
         const int index = indices_of(row)[place];
         bool won = index >= slot.edge && index < slot.last && wins(place);
@@ -442,12 +446,12 @@ extern "C" __global__ __launch_bounds__(FINISH_THREADS) void split_finish(
     }
     u8* entries = offer + (i64)owner * form.row + form.head;
     const int index = indices_of(entries)[place];
-    if (index < 0) return;
-    const int* theirs = indices_of(row) + slot.start;
-    const int at = first_from(theirs, slot.room, index);
-    if (at < slot.room && theirs[at] == index && wins(slot.start + at)) {
+    if (index < 0 || settled[slot_number]) return;
+    const int* theirs = indices_of(row) + slot.back_start;
+    const int at = first_from(theirs, slot.back_room, index);
+    if (at < slot.back_room && theirs[at] == index && wins(slot.back_start + at)) {
 #if NARROW
-        if (owner == form.rank) mates[slot.start + at] = place;
+        if (owner == form.rank) mates[slot.back_start + at] = place;
 #endif
         return;
     }
@@ -465,12 +469,12 @@ struct SplitRecord {
     const int* mates;
     const SplitSlot* slots;
     const int* place_slots;
+    const int* back_slots;
     const int* starts;
     i64 numel;
     SplitForm form;
-    int unused;
 };
-static_assert(LAYOUT_OF_SplitRecord, "split.py has another SplitRecord");
+static_assert(LAYOUT_OF_SplitRecord, "split_tables.py has another SplitRecord");
 static_assert(MOST_RECORDS * sizeof(SplitRecord) <= 4000, "a kernel has 4 KB of parameters");
 
 struct SplitRecords {
@@ -506,10 +510,10 @@ extern "C" __global__ void split_undo(IN_PLACE SplitRecords records, const u8* b
 #if NARROW
     if (!record.mates) return;
     const u8* mine = record.offer + (i64)form.rank * form.row + form.head;
-    for (int place = (int)thread; place < form.total; place += (int)threads) {
+    for (int place = (int)thread; place < form.back; place += (int)threads) {
         const int mate = record.mates[place], index = indices_of(record.sums)[place];
         if (index < 0 || (mate < 0 && record.lost[place] == 0.0f)) continue;
-        const SplitSlot slot = record.slots[record.place_slots[place]];
+        const SplitSlot slot = record.slots[record.back_slots[place]];
         const int position = position_of(slot, record.starts, form, form.rank, index);
         float held = __fsub_rn(memory[position], record.lost[place]);
         if (mate >= 0) held = __fadd_rn(held, from_wire(values_of(mine, form.total)[mate]));

@@ -15,46 +15,48 @@ struct SplitSlot {
     int first;         // the same in a region
     int edge, last;    // its first index, and the one behind its last
     int shift;         // log2 of its block size
-    int start, room;   // its places in a message
+    int start, room;   // its places in a message to an owner
     int entry, keep;   // its entries
+    int back_start, back_room;  // its places in a message of sums
+    int winners;       // sums that are kept, of all owners together
     int chunk, chunks; // its entries, CHUNK at a time
-    int range, ranges; // its part of a region, RANGE at a time
-    int unused;
+    int range, ranges; // its part of a region, or of a list of sums, cut into pieces
 };
-static_assert(LAYOUT_OF_SplitSlot, "split.py has another SplitSlot");
+static_assert(LAYOUT_OF_SplitSlot, "split_tables.py has another SplitSlot");
 
 // Entries that one block has.
 struct PickChunk {
     int entry, count, slot;
 };
-static_assert(LAYOUT_OF_PickChunk, "split.py has another PickChunk");
+static_assert(LAYOUT_OF_PickChunk, "split_tables.py has another PickChunk");
 
 // Indices of a region that one block has.
 struct SumRange {
     int begin, end, slot;
 };
-static_assert(LAYOUT_OF_SumRange, "split.py has another SumRange");
+static_assert(LAYOUT_OF_SumRange, "split_tables.py has another SumRange");
 
 // The sums of a range: a part of the list of its slot.
 struct RangeState {
     int list, count, end;  // where it begins, how many there are, and where the next range's begin
     int place;             // of the first that is sent
 };
-static_assert(LAYOUT_OF_RangeState, "split.py has another RangeState");
+static_assert(LAYOUT_OF_RangeState, "split_tables.py has another RangeState");
 
 // The owner of a block, and where it begins in the owner's region.
 struct Spot {
     int owner, first;
 };
-static_assert(LAYOUT_OF_Spot, "split.py has another Spot");
+static_assert(LAYOUT_OF_Spot, "split_tables.py has another Spot");
 
 // Bytes of a message to an owner: flags, then indices, then values. Messages of sums have no flags.
 struct SplitForm {
     int head, total, row;  // bytes of flags, places, bytes of all
+    int back;              // places of a message of sums
     int slots, blocks;     // blocks of a region
     int rank, world;
 };
-static_assert(LAYOUT_OF_SplitForm, "split.py has another SplitForm");
+static_assert(LAYOUT_OF_SplitForm, "split_tables.py has another SplitForm");
 
 static __device__ __forceinline__ const int* indices_of(const u8* entries) { return reinterpret_cast<const int*>(entries); }
 static __device__ __forceinline__ const Value* values_of(const u8* entries, int total) {
@@ -93,7 +95,7 @@ struct Cut {
 
     __device__ __forceinline__ bool takes(int bits, int at) const { return bits > low || (bits == low && at <= last); }
 };
-static_assert(LAYOUT_OF_Cut, "split.py has another Cut");
+static_assert(LAYOUT_OF_Cut, "split_tables.py has another Cut");
 
 // The place of the `wanted`-th of those that equal `low`, in order.
 template <class BitsAt>
@@ -120,6 +122,7 @@ static __device__ __forceinline__ int find_tie(const BitsAt& bits_at, int count,
 template <class BitsAt>
 static __device__ __forceinline__ Cut find_cut(
     const BitsAt& bits_at, int count, int keep, int* guess, Deciders& group, DecideShared& shared) {
+    if (count <= keep) return {0, -1};
     const int about = *guess;
     int top = 0, present = 0, reached = 0;
     for (int base = 0; base < count; base += BATCH * BINS) {
