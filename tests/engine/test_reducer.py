@@ -16,7 +16,8 @@ import thinwire as tw
 from tests.contracts.cluster import Cluster, parameter, same_bits, sparse
 from thinwire.engine.bucket_plan import deliver_nothing
 from thinwire.engine.drivers import InlineDriver, ThreadDriver
-from thinwire.engine.network import Network, private_group
+from thinwire.engine.groups import private_group
+from thinwire.engine.network import Network
 from thinwire.engine.reducer import Reducer
 from thinwire.engine.virtual import VirtualCluster
 from thinwire.errors import ExchangeError, UsageError
