@@ -226,7 +226,7 @@ def test_a_loss_scale_changes_nothing() -> None:
 @pytest.mark.parametrize("name", ["TopK", "2 bits"])
 def test_a_gradient_that_is_infinite_in_plain_units_skips_a_refresh(name: str, bits: int) -> None:
     """Under a loss scale below 1 it is finite where it is exchanged, on one rank alone."""
-    memory = AdamMomentum(Refresh(every=2, bits=bits), adam=ADAM)
+    memory = AdamMomentum(Refresh(every=3, bits=bits), adam=ADAM)
     scale = torch.tensor(0.1)
     cluster = seeded(ALL[name], memory, scale=lambda: scale, restorable=True)
     stores = ("momentum", "residual", "second_moment")

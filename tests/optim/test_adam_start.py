@@ -48,6 +48,20 @@ def test_the_dense_start_ends_when_the_second_moment_has_settled() -> None:
     assert simulation.plan()["0.weight"].dense
 
 
+def test_the_first_refresh_comes_late() -> None:
+    """What the dense start has just taught is used before it is mixed with a single mean."""
+    model, optimizer, simulation = start(in_scale(divisor=tw.memory.Refresh(every=3)))
+    train(optimizer, simulation, model, range(START))
+    held = simulation.handles[0].reducer.assignments.held
+    before, changed = held("0.weight", "second_moment"), []
+    for step in range(START, START + 7):
+        train(optimizer, simulation, model, range(step, step + 1))
+        now = held("0.weight", "second_moment")
+        changed.append(not torch.equal(now, before))
+        before = now
+    assert changed == [False, False, True, False, False, True, False]
+
+
 def test_switching_to_dense_sends_what_is_held_and_is_adamw_again() -> None:
     """The step that sends what is held has no refresh, so that the second moment misses one square."""
     model, optimizer, simulation = start(in_scale(divisor=EVERY_STEP))

@@ -27,8 +27,8 @@ from thinwire.validate import (
 )
 
 FROZEN = "frozen"
-USUAL_ADAM = AdamSettings(beta1=0.9, beta2=0.999, eps=1e-8, learned=1000, since=-1)
-"""What is taken over, in a rehearsal. One exchange came before, so that no refresh is due."""
+USUAL_ADAM = AdamSettings(beta1=0.9, beta2=0.999, eps=1e-8, learned=1000, since=0)
+"""What is taken over, in a rehearsal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,9 @@ class AdamScale(Method):
     def seldom(self) -> tuple[int, Method] | None:
         if not isinstance(self.divisor, Refresh):
             return None
-        return self.divisor.every, self.scaled(replace(USUAL_ADAM, since=0))
+        every = self.divisor.every
+        # As many exchanges came before as make the next one a refresh.
+        return every, self.scaled(replace(USUAL_ADAM, since=1 - every))
 
     @property
     def host_sync_free(self) -> bool:
