@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -129,13 +130,31 @@ def test_rare_rows_are_limited_by_the_floor() -> None:
         assert ((words.weight.detach() - before).abs().max() > 1.0) == wild
 
 
-def test_plain_top_k_with_adam_warns_once_with_the_remedy(caplog) -> None:
+def after_dense(method: tw.Method) -> tw.Timeline:
+    return tw.Timeline(phases=((0, tw.Dense()), (5, method)))
+
+
+@pytest.mark.parametrize("method", [tw.TopK(density=0.01), after_dense(tw.TopK(density=0.01))])
+def test_plain_top_k_with_adam_warns_once_with_the_remedy(method: tw.Method, caplog) -> None:
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    tw.simulate(model, tw.TopK(density=0.01), workers=2, optimizer=optimizer)
-    assert [record for record in caplog.records if "tw.AdamScale" in record.message]
+    tw.simulate(model, method, workers=2, optimizer=torch.optim.AdamW(model.parameters()))
+    assert len([one for one in caplog.records if "tw.AdamScale" in one.message]) == 1
     caplog.clear()
-    tw.simulate(model, tw.Dense(), workers=2, optimizer=optimizer)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    tw.simulate(model, tw.TopK(density=0.01), workers=2, optimizer=sgd)
-    assert not [record for record in caplog.records if "AdamScale" in record.message]
+    tw.simulate(model, method, workers=2, optimizer=sgd)
+    assert not [one for one in caplog.records if "AdamScale" in one.message]
+
+
+QUIET = [
+    tw.Dense(),
+    tw.Quantized(bits=4),
+    after_dense(tw.Quantized(bits=4)),
+    tw.AdamScale(method=tw.TopK(density=0.01)),
+]
+
+
+@pytest.mark.parametrize("method", QUIET, ids=lambda method: type(method).__name__)
+def test_what_adam_can_step_behind_warns_of_nothing(method: tw.Method, caplog) -> None:
+    model = make_model()
+    tw.simulate(model, method, workers=2, optimizer=torch.optim.AdamW(model.parameters()))
+    assert not [one for one in caplog.records if "AdamScale" in one.message]

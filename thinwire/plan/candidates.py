@@ -168,7 +168,7 @@ def find_candidates(
         if needs is None or QUALITIES.index(needs) > boldest or world < line.least_workers:
             continue
         method = line.make()
-        misled = takes_over == ADAM_TAKEOVER and not method.suits_adam and method.takes_over is None
+        misled = takes_over == ADAM_TAKEOVER and not method.suits_adam
         if method.takes_over in (None, takes_over) and not misled:
             found.append(Candidate(line.label, method, line.rounding, line.density))
     return found
