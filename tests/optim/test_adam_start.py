@@ -22,6 +22,7 @@ from tests.optim.adam_job import (
     train,
     train_plain,
 )
+from thinwire.errors import UsageError
 
 
 def test_a_trained_optimizer_may_start_at_once() -> None:
@@ -43,10 +44,56 @@ def test_the_dense_start_ends_when_the_second_moment_has_settled() -> None:
         train(optimizer, simulation, model, range(step, step + 1))
         turned.append(not simulation.plan()["0.weight"].dense)
     assert turned[-1] and not any(turned[:7])
-    strict = in_scale(start=tw.Settled(tolerance=1e-9, steps=4, at_least=4))
-    model, optimizer, simulation = start(strict)
-    train(optimizer, simulation, model, range(20))
-    assert simulation.plan()["0.weight"].dense
+
+
+def first_compressed(optimizer, simulation, model, steps: range) -> int | None:
+    """The step before which the dense start ended."""
+    for step in steps:
+        if not simulation.plan()["0.weight"].dense:
+            return step
+        train(optimizer, simulation, model, range(step, step + 1))
+    return None
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_the_usual_rule_ends_the_dense_start(beta2: float, caplog) -> None:
+    options = {"betas": (0.9, beta2), "lr": 0.003}
+    model, optimizer, simulation = start(in_scale(start=tw.Settled()), options=options)
+    assert first_compressed(optimizer, simulation, model, range(500)) in range(100, 500)
+    assert not [one for one in caplog.records if "not settled" in one.message]
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_an_optimizer_that_has_learned_is_only_watched(beta2: float) -> None:
+    """Its moments are corrected by its own steps, not by the handle's."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, betas=(0.9, beta2))
+    for step in range(200):
+        step_plain(model, optimizer, step)
+    method = in_scale(start=tw.Settled())
+    simulation = tw.simulate(model, method, workers=WORKERS, optimizer=optimizer)
+    assert first_compressed(optimizer, simulation, model, range(200)) in (100, 150)
+
+
+def test_what_stays_dense_need_not_settle() -> None:
+    model = nn.ModuleList([nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    method = in_scale(start=tw.Settled(steps=10, at_least=20))
+    rules = [tw.rule("1.weight", dense=True)]
+    simulation = tw.simulate(model, method, workers=1, optimizer=optimizer, policy=rules)
+    for step in range(20):
+        simulation.step(lambda x: (model[0].weight + 2**x * model[1].weight).sum(), [(step,)])
+        optimizer.step()
+    assert not simulation.plan()["0.weight"].dense
+
+
+def test_the_dense_start_ends_at_the_latest_with_a_warning(caplog) -> None:
+    rule = tw.Settled(tolerance=1e-9, steps=4, at_least=4, at_most=21)
+    model, optimizer, simulation = start(in_scale(start=rule))
+    assert first_compressed(optimizer, simulation, model, range(40)) == 21
+    assert len([one for one in caplog.records if "not settled" in one.message]) == 1
+    with pytest.raises(UsageError, match="at_most is 3"):
+        tw.Settled(at_least=4, at_most=3)
 
 
 def test_the_first_refresh_comes_late() -> None:

@@ -33,22 +33,29 @@ USUAL_ADAM = AdamSettings(beta1=0.9, beta2=0.999, eps=1e-8, learned=1000, since=
 
 @dataclass(frozen=True, kw_only=True)
 class Settled(Described):
-    """When the dense start has done its work: the second moment of no tensor changes much any more.
+    """When the dense start has done its work: the divisors of most tensors that are to be compressed hardly change any more.
 
-    All ranks look in the same steps, and agree.
+    All ranks compare the same steps, and agree.
     """
 
     tolerance: float = 0.1
-    """The sum of every tensor's second moment has to stay within this share of what it was,"""
+    """The mean size of a tensor's divisor has to stay within this share of what it was, for three tensors of four,"""
     steps: int = 50
-    """from one look to the next, so many steps later."""
+    """from one window to the next, of so many steps each."""
     at_least: int = 100
-    """Steps before the first look."""
+    """Steps that are dense in any case."""
+    at_most: int = 1000
+    """Steps after which the dense start ends in any case, with a warning."""
 
     def __post_init__(self) -> None:
         check_positive_number("tolerance", self.tolerance)
         check_positive_int("steps", self.steps)
         check_positive_int("at_least", self.at_least)
+        check_positive_int("at_most", self.at_most)
+        if self.at_most < self.at_least:
+            raise UsageError(
+                f"at_most is {self.at_most!r}; it must be no less than at_least, {self.at_least}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
