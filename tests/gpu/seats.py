@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.tools.files import write_text
-from thinwire.tools.methods import METHODS, build_method, keep_taken
+from thinwire.tools.methods import METHODS, Preset
 
 OK = "ok"
 BROKEN = "broken"
@@ -41,6 +41,14 @@ TIMEOUT = timedelta(seconds=60)
 NOTE_LINES = 8
 HANGS_S = 25
 """A check that takes longer tells where it is."""
+
+
+NAMED = {
+    **METHODS,
+    "quantized-16bit": Preset("Quantized", bits=16),
+    "quantized-fp8": Preset("Quantized", bits="fp8"),
+}
+"""What scripts can be asked for: the names of the registry, and the codes that have none there."""
 
 
 class Skip(Exception):
@@ -71,8 +79,10 @@ Check = Callable[[Seat, str], str | None]
 
 
 def make_method(name: str) -> Any:
+    preset = NAMED[name]
     # Small enough for a small model to be compressed by every method.
-    return build_method(name, keep_taken(name, density=0.05, rank=2))
+    small = {"density": 0.05, "rank": 2}
+    return preset.build({key: value for key, value in small.items() if preset.takes(key)}, name)
 
 
 def take_seat(device: str) -> Seat:
@@ -190,15 +200,15 @@ def device_works(seat: Seat) -> bool:
 def run_script(description: str, checks: Mapping[str, Check], methods: Sequence[str]) -> None:
     """The main function of a rank script; ends the process."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("methods", nargs="*", help="names of the registry; default all that apply")
+    parser.add_argument("methods", nargs="*", help="by name; default all that apply")
     parser.add_argument(
         "--out", type=Path, help="JSON file of the verdicts; what is in it is not run again"
     )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     options = parser.parse_args()
-    unknown = [name for name in options.methods if name not in METHODS]
+    unknown = [name for name in options.methods if name not in NAMED]
     if unknown:
-        parser.error(f"{unknown[0]!r} is no method; there are {', '.join(METHODS)}")
+        parser.error(f"{unknown[0]!r} is no method; there are {', '.join(NAMED)}")
     seat = take_seat(options.device)
     book = VerdictBook(options.out, writes=seat.rank == 0)
     code = run_checks(seat, book, options.methods or methods, checks)

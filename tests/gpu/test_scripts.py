@@ -49,6 +49,13 @@ def test_scripts_find_nothing_broken_on_gloo(pools, tmp_path, script):
     assert [v["status"] for v in verdicts if v["method"] == methods[0]].count(SKIPPED) == 0
 
 
+def test_every_code_of_quantised_sums_keeps_the_contracts_on_gloo(pools, tmp_path):
+    path = tmp_path / "verdicts.json"
+    methods = ["quantized-2bit", "quantized-16bit", "quantized-fp8"]
+    assert pools(3).run(script_job, "contracts", methods, str(path)) == [0, 0, 0]
+    assert {verdict["status"] for verdict in read_verdicts(path)} == {OK}
+
+
 def failing_job(rank: int, world: int, path: str) -> int:
     def alone(seat: Seat, name: str) -> None:
         assert seat.rank != 1, "only here"
