@@ -104,6 +104,12 @@ class CommonPoint:
             for name in fragment.names:
                 self.tensors[name].grad = None
 
+    def subtract(self, fragment: Fragment) -> None:
+        """point = point - what the fragment's buckets hold, without the outer optimizer."""
+        for name, update in self._views(fragment):
+            tensor = self.tensors[name].detach()
+            tensor.sub_(update.to(tensor.device))
+
     def move_parameters(self, fragment: Fragment, keep_local: float) -> None:
         """parameter = keep_local x parameter + (1 - keep_local) x point."""
         for name in fragment.names:
