@@ -98,6 +98,8 @@ class LocalRounds:
         self.settings = settings
         self.steps = 0
         """Inner steps so far, those that a GradScaler skipped included."""
+        self.rounds = 0
+        """Rounds that have ended, lost ones included."""
         self.lost_rounds = 0
         """Rounds that delivered nothing, because some worker had a parameter that was not finite."""
         self._inside = inside
@@ -220,6 +222,7 @@ class LocalRounds:
 
     def _finish(self, one: Round) -> None:
         """1. The fragment's part of the point moves by what has arrived.  2. Parameters move to it."""
+        self.rounds += 1
         if one.bad:
             self.lost_rounds += 1
             self._clean_state(one.fragment)
@@ -257,6 +260,12 @@ class LocalRounds:
         self.finish_now()
         self.handle.close()
 
+    def drop_round(self) -> None:
+        """The round under way, if it cannot be finished, counts for nothing: it leaves no trace in memory."""
+        if self._round is not None:
+            self.handle.reducer.abandon()
+            self._round = None
+
     # -- state -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -278,13 +287,19 @@ class LocalRounds:
             }
         return {
             "version": STATE_VERSION,
-            "steps": self.steps,
-            "lost_rounds": self.lost_rounds,
+            **self._counters(),
             "point": {name: tensor.detach().clone() for name, tensor in self.point.tensors.items()},
             "outer": self.outer.state_dict(),
             "round": travelling,
             "handle": self.handle.state_dict(),
         }
+
+    def _counters(self) -> dict[str, int]:
+        return {"steps": self.steps, "rounds": self.rounds, "lost_rounds": self.lost_rounds}
+
+    def _count_from(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.rounds = int(state["steps"]), int(state["rounds"])
+        self.lost_rounds = int(state["lost_rounds"])
 
     @torch.no_grad()
     def load_state_dict(
@@ -303,7 +318,7 @@ class LocalRounds:
         self.handle.load_state_dict(handles, on_world_change=on_world_change)
         self.point.load(state["point"])
         self.outer.load_state_dict(dict(state["outer"]))
-        self.steps, self.lost_rounds = int(state["steps"]), int(state["lost_rounds"])
+        self._count_from(state)
         self._round = None
         travelling = state["round"]
         if travelling:

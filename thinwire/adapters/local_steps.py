@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.adapters.checks import find_group
@@ -19,8 +19,10 @@ from thinwire.adapters.local_rounds import LocalRounds
 from thinwire.adapters.local_settings import LocalSettings, MakeOptimizer, published_outer
 from thinwire.engine.device_drivers import make_driver
 from thinwire.engine.loss_scale import scale_reader
-from thinwire.engine.network import share_from_first
-from thinwire.errors import UsageError
+from thinwire.engine.moving import from_bytes, take_group, to_bytes
+from thinwire.engine.network import broadcast_into, share_from_first
+from thinwire.errors import ExchangeError, UsageError
+from thinwire.layout import local_part
 from thinwire.methods.base import Dense, Method
 from thinwire.plan.policy import Rule
 
@@ -106,6 +108,7 @@ class LocalSteps(LocalRounds):
             settings,
             inside_group,
         )
+        self.handle.movable(take_group)
         hook = optimizer.register_step_post_hook(lambda *_: self.advance())
         self._stop_counting = [hook.remove]
         if grad_scaler is not None:
@@ -147,14 +150,53 @@ class LocalSteps(LocalRounds):
             stop()
         super().close()
 
-    @torch.no_grad()
-    def welcome(self, source: int = 0) -> None:
-        """Give newcomers the common point, the outer optimizer's state and the count of steps of rank `source`.
+    # -- other workers -----------------------------------------------------------------------------------------
 
-        Every rank of the group calls it between two inner steps. All of them go on from the common point.
+    @torch.no_grad()
+    def regroup(self, process_group: dist.ProcessGroup) -> None:
+        """Go on among the ranks of another group, of the same or another size, with all that this rank holds back.
+
+        Every rank of the new group calls it, between two inner steps. A round under way is finished, or counts for nothing if one
+        of the old ranks is lost. A rank that is new makes its LocalSteps in the new group instead, and then calls `join()`.
         """
-        self.finish_now()
+        try:
+            self.finish_now()
+        except ExchangeError:
+            self.drop_round()
+        # Newcomers take part in a broadcast when they are made. What these ranks have stays.
+        own = [value for value in self._model.state_dict().values() if isinstance(value, Tensor)]
+        share_from_first((local_part(value).clone() for value in own), process_group)
+        self.handle.regroup(process_group)
+        self._group = process_group
+        self._catch_up(new=False)
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Go on from where the others are: a rank that has come to a group that others moved to calls it while they call `regroup`.
+
+        It takes over the common point, the outer optimizer's state, buffers, counters and what was learned. It holds nothing back,
+        and its inner optimizer is as it was made.
+        """
+        self.handle.join()
+        self._catch_up(new=True)
+
+    def _catch_up(self, new: bool) -> None:
+        """Who is new or behind takes over from the first of those who are furthest."""
+        driver = self.handle.reducer.driver
+        progress = [int(one) for one in driver.gather(str(-1 if new else self.rounds).encode())]
+        most = max(progress)
+        behind = progress[driver.place.rank] < most
+        if min(progress) == most:
+            return
+        source = progress.index(most)
         root = dist.get_process_group_ranks(self._group)[source]
-        self.steps = self.point.share(self.outer, self.steps, root, self._group)
-        for fragment in self.fragments:
-            self.point.move_parameters(fragment, 0.0)
+        own = to_bytes({**self._counters(), "outer": self.outer.state_dict()})
+        received = from_bytes(driver.broadcast(own, source))
+        self.point.share(root, self._group)
+        for buffer in self._model.buffers():
+            broadcast_into(buffer if behind else buffer.clone(), root, self._group)
+        if behind:
+            self._count_from(received)
+            self.outer.load_state_dict(received["outer"])
+            for fragment in self.fragments:
+                self.point.move_parameters(fragment, 0.0)
