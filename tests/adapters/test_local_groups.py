@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
+import time
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -26,6 +29,7 @@ from tests.local_jobs import (
 )
 from tests.pool import Pool
 from tests.sharded import TinyModel, make_mesh
+from thinwire.observe import EXCHANGE, watch
 
 
 def train(rank, world, method, every, steps, settings):
@@ -215,6 +219,48 @@ def test_shards_inside_a_node(sharded):
     for found, lost, full_shape in results:
         assert torch.equal(found, results[0][0]) and found.isfinite().all()
         assert lost == 1 and full_shape == (37, 32)
+
+
+# -- rounds on their way ------------------------------------------------------------------------------------------------
+
+
+def watch_a_round(rank, world):
+    """(ranges of exchanges, ranges of inner steps); the second rank begins the round when the first has gone on by three."""
+    exchanges, steps, travels = [], [], threading.Event()
+
+    @contextmanager
+    def note(name):
+        began = time.perf_counter()
+        if name == EXCHANGE:
+            travels.set()
+        yield
+        if name == EXCHANGE:
+            exchanges.append((began, time.perf_counter()))
+
+    model = make_models(1)[0]
+    optimizer = sgd(model)
+    local = tw.LocalSteps(model, optimizer, tw.Quantized(bits=4), every=8, delay=4)
+    with watch(note):
+        for step in range(12):
+            if (rank, step) in ((0, 11), (1, 7)):
+                dist.barrier()
+            if (rank, step) == (0, 8):
+                travels.wait()
+            began = time.perf_counter()
+            inner_step(model, optimizer, rank, step)
+            steps.append((began, time.perf_counter()))
+    rounds = local.rounds
+    local.close()
+    return exchanges, steps, rounds
+
+
+@pytest.mark.workers
+def test_inner_steps_go_on_while_a_round_travels(pools):
+    (exchanges, steps, rounds), _ = pools(2).run(watch_a_round)
+    assert rounds == 1
+    began, ended = exchanges[0]
+    under = [number for number, (first, last) in enumerate(steps) if began < first < last < ended]
+    assert under == [8, 9, 10]
 
 
 # -- steps that are not alike ------------------------------------------------------------------------------------------
