@@ -190,6 +190,13 @@ class Reducer:
         self._hand_over([ready], lambda: torch._foreach_copy_(targets, views))
         return ready.future
 
+    def accompany(self, program: Program[Any], what: str) -> Future[Any]:
+        """Have a small program leave with the next payload, or with `flush`; its result. `what` names it to the user."""
+        future = self.driver.new_future()
+        join = partial(self._coalescer.accompany, program, future, what)
+        self.driver.hand_over(join, partial(fail, future))
+        return future
+
     def flush(self) -> None:
         """What waits for other buckets leaves."""
         for unit in self._merger.take():
