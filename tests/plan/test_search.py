@@ -28,7 +28,6 @@ def lines(draw: st.DrawFn) -> tuple[Conditions, list[list[Level]]]:
     conditions = Conditions(
         tuple(itertools.accumulate(gaps)),
         draw(small),
-        draw(st.sampled_from([1, 4])),
         draw(st.booleans()),
         draw(st.sampled_from([0.0, 4.0, 9.0])),
     )
@@ -92,7 +91,7 @@ def test_small_buckets_wait_for_each_other_and_pay_one_latency() -> None:
 def test_a_model_of_forty_buckets_is_decided_quickly() -> None:
     draw = random.Random(0)
     ready = tuple(itertools.accumulate(draw.uniform(0.5e-3, 4e-3) for _ in range(40)))
-    conditions = Conditions(ready, 30e-3, 4, coalesce_bytes=512 << 10)
+    conditions = Conditions(ready, 30e-3, coalesce_bytes=512 << 10)
     options = []
     for _ in ready:
         size = draw.uniform(1e6, 9e6)

@@ -62,8 +62,8 @@ class Survey:
         prices = measure_prices(network, self.council, device)
         if not self.work:
             dtype = next(iter(parameters.values())).dtype
-            candidates, world = list(self.candidates.values()), self.council.place.world
-            self.work = measure_work(candidates, self.council.largest, world, device, dtype)
+            candidates = list(self.candidates.values())
+            self.work = measure_work(candidates, self.council, device, dtype)
         if in_force and device.type == "cpu":
             steps = steps.without_encoding(self._own_encoding(steps, in_force))
         profile = make_profile(

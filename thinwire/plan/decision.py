@@ -116,7 +116,7 @@ class Predictor:
             seconds += (self._prices.seconds(more) - seconds) / every
             sent += (sent_bytes(more) - sent) / every
         work = self.profile.work[candidate.label]
-        encode, decode = work.at(numel, self._world, self.profile.world)
+        encode, decode = work.at(numel, self._world, self.profile.world, self.profile.sharing)
         cost = Cost(encode, seconds, decode, self._prices.latencies(rounds), sent)
         weight = numel / max(1, sum(self._sizes))
         return Level(cost, weight * candidate.kept(unit.curve)), sent

@@ -1,8 +1,8 @@
 """The model of a training step: buckets become ready, are encoded, take turns on one link, and are decoded.
 
-    R_i = b_i + s * sum_{j<=i} e_j              s = workers that share the device
+    R_i = b_i + sum_{j<=i} e_j
     F_i = max(F_{i-1}, R_i) + c_i               one link, buckets in order
-    T   = max(F_n, R_n + s * sum_{j<n} d_j) + s * d_n + rest
+    T   = max(F_n, R_n + sum_{j<n} d_j) + d_n + rest
 
 Where the thread that communicates also decodes (gloo), c_i becomes c_i + d_i and the sums of d vanish.
 
@@ -36,8 +36,6 @@ class Conditions:
     """b_i: when each bucket's gradient is there, from the moment at which the first one is."""
     rest_s: float
     """From the end of the last bucket's exchange to the first bucket of the next step: optimizer, forward, first layers."""
-    sharing: int = 1
-    """s: workers that share the device, so that each one's encoding delays the others'."""
     decode_on_link: bool = False
     """Whether the thread that communicates decodes as well."""
     coalesce_bytes: float = 0.0
@@ -50,11 +48,9 @@ class Conditions:
 
     def charge(self, cost: Cost) -> Cost:
         """What a bucket really adds to encoding, link and decoding here."""
-        encode, decode = self.sharing * cost.encode_s, self.sharing * cost.decode_s
-        if self.decode_on_link:
-            exchange = cost.exchange_s + cost.decode_s
-            return replace(cost, encode_s=encode, exchange_s=exchange, decode_s=0.0)
-        return replace(cost, encode_s=encode, decode_s=decode)
+        if not self.decode_on_link:
+            return cost
+        return replace(cost, exchange_s=cost.exchange_s + cost.decode_s, decode_s=0.0)
 
 
 @dataclass(frozen=True)
