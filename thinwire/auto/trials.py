@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thinwire.plan.candidates import DENSE
-from thinwire.plan.decision import NEAR_FASTEST, NEAR_SILENT, Decision, Plan
+from thinwire.plan.decision import KEPT_WITHIN, NEAR_FASTEST, NEAR_SILENT, Decision, Plan
 
 WORTH_SWITCHING = 0.05
 
@@ -26,10 +26,13 @@ class Trials:
         return next((plan for plan in self.plans if plan.labels not in self.seconds), None)
 
     def winner(self, silent_s: float) -> Labels:
-        """The one that keeps most among those that are fast enough, where a step without communication takes so long."""
+        """The one that keeps most among those that are fast enough, where a step without communication takes so long.
+
+        The search may go up to 10 % over such a step; what was timed is compared with the fastest that was timed, too.
+        """
         # A trial that was resumed in mid-switch began under what had been in force, which is no plan.
         fastest = min(self.seconds[plan.labels] for plan in self.plans)
-        deadline = max(NEAR_SILENT * silent_s, NEAR_FASTEST * fastest)
+        deadline = min(max(NEAR_SILENT * silent_s, NEAR_FASTEST * fastest), KEPT_WITHIN * fastest)
         fitting = [plan for plan in self.plans if self.seconds[plan.labels] <= deadline]
         return max(fitting, key=lambda plan: (plan.kept, -self.seconds[plan.labels])).labels
 
@@ -46,17 +49,19 @@ class Proposal:
 def propose(decision: Decision, now: Plan | None, silent_s: float, count: int) -> Proposal:
     """At most `count` plans that are worth a trial, where `now` is the one in force; None before the first decision."""
     chosen, dense = decision.chosen, decision.dense
+    near = chosen.prediction.step_s <= KEPT_WITHIN * decision.fastest.prediction.step_s
     finalists = decision.finalists(count)
     why = f"{chosen.name} is predicted to take {1e3 * chosen.prediction.step_s:.1f} ms"
     if now is not None:
         # A plan is in force: it has to be worth while to leave it.
         gain = 1 - chosen.prediction.step_s / now.prediction.step_s
         less = chosen.kept > now.kept and gain > -WORTH_SWITCHING / 2
-        if chosen.labels == now.labels or not (gain >= WORTH_SWITCHING or less):
+        better = chosen.labels != now.labels and (gain >= WORTH_SWITCHING or less)
+        if near and not better:
             return Proposal(f"stays with {now.name}", labels=now.labels)
         known = {plan.labels: plan for plan in (chosen, now, *finalists)}
         finalists = list(known.values())[:count]
-    elif set(chosen.labels) == {DENSE}:
+    elif near and set(chosen.labels) == {DENSE}:
         why = (
             f"dense is predicted {1e3 * dense.prediction.exposed_s:.1f} ms slower than no communication "
             f"({1e3 * silent_s:.1f} ms), and nothing is faster in a way that counts: not compressed"
