@@ -27,8 +27,8 @@ class Memo:
     profile: str | None
     """As JSON."""
     finalists: tuple[Labels, ...]
-    tried: tuple[tuple[Labels, float], ...]
-    """With the seconds of a step."""
+    tried: tuple[tuple[Labels, tuple[float, ...]], ...]
+    """With the seconds of a step in every trial."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -16,13 +16,13 @@ from statistics import median
 from thinwire.auto.council import Council
 from thinwire.auto.measuring import UNIFORM_CURVE
 from thinwire.auto.memo import Memo
-from thinwire.auto.survey import WARM_STEPS, Survey
+from thinwire.auto.survey import WARM_STEPS, Survey, spread
 from thinwire.auto.trials import Trials, propose
 from thinwire.engine.reducer import Reducer
 from thinwire.layout import Bucket
 from thinwire.methods.base import Adaptive, Method
 from thinwire.plan.advice import Advice, make_advice
-from thinwire.plan.candidates import DENSE, Candidate
+from thinwire.plan.candidates import Candidate
 from thinwire.plan.decision import Decision, Predictor, as_settings, describe
 from thinwire.plan.policy import Rule
 from thinwire.plan.profile import Profile, Unit
@@ -157,7 +157,7 @@ class Pilot:
     def _plan(self, step: int) -> None:
         """Measure the link and the candidates' work, predict, and let rank 0 decide what is tried."""
         period = self.survey.period_s()
-        profile = self.survey.take_profile(self.labels)
+        profile = self.survey.take_profile(self.labels, period)
         if profile is None:
             self._note(
                 step,
@@ -174,7 +174,7 @@ class Pilot:
         # What is in force has just been timed, and needs no trial.
         self._trials = Trials(
             [self._predictor.plan(labels) for labels in plans],
-            {self._present(len(profile.units)): period},
+            {spread(self.labels, len(profile.units)): (period,)},
         )
         if plans:
             self._go_on_trying(step)
@@ -190,15 +190,9 @@ class Pilot:
         now = None
         if self.phase == WATCHING:
             # What it was measured on so far may be a makeshift, which nobody has chosen.
-            now = self._predictor.plan(self._present(len(self.profile.units)))
+            now = self._predictor.plan(spread(self.labels, len(self.profile.units)))
         silent, count = self.profile.conditions.silent_s, self.adaptive.finalists
         return json.dumps(asdict(propose(self.decision, now, silent, count)))
-
-    def _present(self, count: int) -> tuple[str, ...]:
-        """What is in force, for units that may be others than before."""
-        if len(self.labels) == count:
-            return self.labels
-        return (max(self.labels, key=self.labels.count) if self.labels else DENSE,) * count
 
     def _save_profile(self, profile: Profile) -> None:
         path = os.environ.get(PROFILE_VARIABLE)
@@ -213,7 +207,7 @@ class Pilot:
         if self._turn < WARM_STEPS + self.adaptive.trial_steps:
             return
         seconds = self.survey.period_s()
-        self._trials.seconds[self.labels] = seconds
+        self._trials.note(self.labels, seconds)
         self._note(step, f"{describe(self.labels)} took {1e3 * seconds:.1f} ms in a trial")
         self._go_on_trying(step)
 
@@ -235,7 +229,7 @@ class Pilot:
 
     def _settle_for(self, step: int, labels: tuple[str, ...]) -> None:
         self._enter(WATCHING)
-        if labels != self._present(len(labels)):
+        if labels != spread(self.labels, len(labels)):
             self._use(labels, step)
         else:
             self.labels = labels
@@ -287,7 +281,7 @@ class Pilot:
         if self.decision is None or self.profile is None:
             return Advice((), (self._why_nothing(),), settled=self.phase == WATCHING)
         assert self._predictor is not None
-        kept = self._predictor.plan(self._present(len(self.profile.units)))
+        kept = self._predictor.plan(spread(self.labels, len(self.profile.units)))
         if self.phase == TRYING:
             kept = self.decision.chosen
         advice = make_advice(self.profile, self.decision, tried=self._trials.seconds, kept=kept)
@@ -328,7 +322,7 @@ class Pilot:
             self._surprises,
             None if self.profile is None else self.profile.to_json(),
             tuple(plan.labels for plan in self._trials.plans),
-            tuple(self._trials.seconds.items()),
+            tuple(self._trials.times.items()),
         )
         return memo.to_json()
 
@@ -349,7 +343,7 @@ class Pilot:
             self._use_profile(profile)
         self._expected_s = math.nan if memo.expected_s is None else memo.expected_s
         self._surprises = memo.surprises
-        self._trials = Trials(seconds=dict(memo.tried))
+        self._trials = Trials(times=dict(memo.tried))
         if self._predictor is not None:
             self._trials.plans = [self._predictor.plan(labels) for labels in memo.finalists]
         self._enter(memo.phase)
@@ -357,7 +351,7 @@ class Pilot:
         if not self.labels:
             return None
         # Saved in mid-switch they may be of other units than those of the plan that was under way.
-        self.labels = self._present(len(self._units))
+        self.labels = spread(self.labels, len(self._units))
         return as_settings(self.labels, self._units, self._reducer.parameters, self.candidates)
 
     def _use_profile(self, profile: Profile) -> None:

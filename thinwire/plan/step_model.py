@@ -12,6 +12,7 @@ travel together: they wait until they send `coalesce_bytes`, leave when the last
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -102,6 +103,34 @@ def exchange_together(costs: Sequence[Cost]) -> float:
     """Seconds of buckets that travel as one: all that they send, and the largest of their latencies."""
     latencies = [cost.latency_s for cost in costs]
     return sum(cost.exchange_s for cost in costs) - sum(latencies) + max(latencies)
+
+
+NOTICEABLE = 0.02
+"""Of a step: what is measured and what is predicted may differ by so much."""
+MOST_DEARER = 4.0
+SEARCH_STEPS = 12
+
+
+def find_dearness(conditions: Conditions, costs: Sequence[Cost], measured_s: float) -> float:
+    """How many times as dear as priced the exchanges of a step are that was measured; a quarter to four times.
+
+    Links were priced by themselves. In a step they share processors and memory with the rest of it.
+    """
+
+    def predict(factor: float) -> float:
+        dearer = [
+            replace(c, exchange_s=factor * c.exchange_s, latency_s=factor * c.latency_s)
+            for c in costs
+        ]
+        return predict_step(conditions, dearer).step_s
+
+    if abs(predict(1.0) - measured_s) <= NOTICEABLE * measured_s:
+        return 1.0
+    low, high = 1 / MOST_DEARER, MOST_DEARER
+    for _ in range(SEARCH_STEPS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if predict(middle) < measured_s else (low, middle)
+    return math.sqrt(low * high)
 
 
 SPREAD_BUCKETS = 10
