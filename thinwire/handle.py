@@ -322,6 +322,8 @@ class Handle:
     def _load(self, find: Callable[[], dict[str, Any]], on_world_change: str | None) -> None:
         """Load what `find` returns, if all ranks have found something of the same step."""
         content = checkpoint.find_together(self.reducer.driver, find, self._form)
+        # Refused before anything is changed.
+        self.reducer.assignments.check(content)
         self.steering.before_load(content, reset=on_world_change == "reset")
         self.reducer.load_state_dict(content)
         self.steering.after_load(content)
