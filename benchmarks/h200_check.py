@@ -53,8 +53,8 @@ BUDGETS_S = {
 MODULES = {name: f"tests.gpu.{name}" for name in ("sync_free", "contracts", "race", "hsdp")}
 CHECK_S = {"cuda": 20.0, "cpu": 120.0}
 """How long one check of a rank script may take, by device."""
-PYTEST_JOBS = 4
-"""Files at a time: their processes take turns on the GPU, and the host's work is most of it."""
+PYTEST_JOBS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Files at a time: their processes take turns on the GPU, and to start one is most of its work."""
 PYTEST_ENDS = (0, 1, 5)
 """All passed, some failed, none was selected."""
 RATE = "10gbit"

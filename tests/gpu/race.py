@@ -252,7 +252,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=FIRST_STEPS)
     options, rest = parser.parse_known_args()
     sys.argv[1:] = rest
-    others = max(1, options.steps * OTHER_STEPS // FIRST_STEPS)
+    # In the first step DDP has one bucket.
+    others = max(2, options.steps * OTHER_STEPS // FIRST_STEPS)
 
     def steps(name: str) -> int:
         return options.steps if name == METHODS[0] else others
