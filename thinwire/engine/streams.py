@@ -16,6 +16,7 @@ from thinwire.engine.drivers import NetworkDriver, begin, fail, go_on
 from thinwire.engine.network import Network
 from thinwire.engine.stalls import Wait
 from thinwire.exchange.requests import Program
+from thinwire.observe.stations import DRIVER, station
 
 LOOKED_INTO = (GeneratorType, list, tuple, dict)
 """What may hold tensors of a program."""
@@ -128,8 +129,9 @@ def work_off(
         while (entry := jobs.get()) is not None:
             job, on_error, ready = entry
             try:
-                stream.wait_event(ready)
-                job()
+                with station(DRIVER):
+                    stream.wait_event(ready)
+                    job()
             except Exception as error:
                 on_error(error)
             del entry, job, on_error
