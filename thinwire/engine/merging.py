@@ -33,15 +33,18 @@ class ReadyBucket:
 class BucketMerger:
     """Cuts a backward's buckets into units that are encoded together: neighbours, until they hold `enough` bytes of gradient.
 
-    The bucket with which the last of so many `parameters` comes is a unit by itself, because the step ends with it. What
+    Near both ends of a backward half of that is enough. What comes first is sent early, so that the network has less left to
+    do at the end; and the less comes last, the less of it is sent after the backward. The bucket with which the last of so many `parameters` comes is a unit by itself, because the step ends with it. What
     waits need not wait for it where the backward before says which one it is. That is so if both began with the same bucket:
     DDP has one bucket in its first backward, and others from the second on. Units do not depend on what is known, so that
     they are planned once. They are a function of sizes and order, which are the same on all ranks.
     """
 
-    def __init__(self, enough: int, parameters: int) -> None:
+    def __init__(self, enough: int, parameters: int, nbytes: int) -> None:
         self.enough = enough
         self._parameters = parameters
+        self._total = nbytes
+        """Bytes of all parameters."""
         self._waiting: list[ReadyBucket] = []
         self._nbytes = 0
         self._missing = parameters
@@ -63,9 +66,18 @@ class BucketMerger:
         units = [] if self._missing else self.take()
         self._waiting.append(ready)
         self._nbytes += ready.bucket.flat.nbytes
-        if not self._missing or self._nbytes >= self.enough or self._last_is_next():
+        if not self._missing or self._nbytes >= self._limit() or self._last_is_next():
             units += self.take()
         return units
+
+    def _limit(self) -> float:
+        """Bytes that are enough here: half of what is behind or ahead, but between a half and all of `enough`.
+
+        How far a backward has come is told by parameters. Bytes would say that an embedding is a long way, or the last
+        layers of a network of convolutions.
+        """
+        share = min(self._missing, self._parameters - self._missing) / self._parameters
+        return min(self.enough, max(self.enough, share * self._total) / 2)
 
     def _last_is_next(self) -> bool:
         count, usual = len(self._layouts), self._usual

@@ -114,7 +114,8 @@ class Reducer:
         elif deterministic:
             adapt = partial(in_rank_order, world_of=driver.world_of)
         self._coalescer = BucketCoalescer(driver, coalesce_bytes, adapt)
-        self._merger = BucketMerger(driver.merge_bytes, len(self.parameters))
+        nbytes = sum(info.numel * info.dtype.itemsize for info in self.parameters.values())
+        self._merger = BucketMerger(driver.merge_bytes, len(self.parameters), nbytes)
         self._planner = self._plan(method, policy)
         self._journal = Journal()
         self.assignments = ParameterAssignments(
@@ -144,7 +145,8 @@ class Reducer:
 
     @property
     def merge_bytes(self) -> int:
-        """Bytes of gradient that buckets hold before they are encoded as one; what the driver says, unless it is set."""
+        """Bytes of gradient that buckets hold before they are encoded as one, half of it near the ends of a backward; what the
+        driver says, unless it is set."""
         return self._merger.enough
 
     @merge_bytes.setter
