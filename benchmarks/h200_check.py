@@ -23,6 +23,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import xml.etree.ElementTree as ElementTree
@@ -96,13 +97,14 @@ def run_pytest(
 ) -> dict[str, Any]:
     if importlib.util.find_spec("pytest") is None:
         return {"status": "not run", "summary": "pytest is not installed here"}
-    folder = options.out / "pytest"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    one = partial(run_file, folder=folder, deadline=time.monotonic() + limit)
-    with ThreadPoolExecutor(PYTEST_JOBS) as pool:
-        broken = list(filter(None, pool.map(one, find_gpu_tests())))
-    return read_junit(folder.glob("*.xml"), broken)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        one = partial(run_file, folder=folder, deadline=time.monotonic() + limit)
+        with ThreadPoolExecutor(PYTEST_JOBS) as pool:
+            broken = list(filter(None, pool.map(one, find_gpu_tests())))
+        logs = [log.read_text(errors="replace") for log in sorted(folder.glob("*.txt"))]
+        (options.out / "pytest.txt").write_text("\n".join(logs))
+        return read_junit(folder.glob("*.xml"), broken)
 
 
 def find_gpu_tests() -> list[Path]:
@@ -127,7 +129,7 @@ def run_file(file: Path, folder: Path, deadline: float) -> str:
             ended = "" if done.returncode in PYTEST_ENDS else f"ended with {done.returncode}"
         except subprocess.TimeoutExpired:
             ended = "time was up"
-    return f"{file}: {ended}; {log.name} ends: {tail(log)}" if ended else ""
+    return f"{file}: {ended}; its log ends: {tail(log)}" if ended else ""
 
 
 def read_junit(reports: Iterable[Path], broken: Sequence[str] = ()) -> dict[str, Any]:
