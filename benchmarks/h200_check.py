@@ -4,9 +4,10 @@
     sudo python3 benchmarks/h200_check.py --out out --stages contracts,race      # again: only what has no verdict yet
     sudo python3 benchmarks/h200_check.py --out out --device cpu --models small --race-steps 20 --minutes 4
 
-Stages, in this order: the tests of the kernels and all tests marked gpu; steps without host waits; the contracts of every
-method; payloads compared with their checksums (these three on emulated hosts that share the GPU, see docs/lab.md); the
-compression benchmark. Each has a time of its own, saves what it finds as it goes, and does not stop the next if it fails.
+Stages, in this order: all tests marked gpu, some files at a time; steps without host waits; the contracts of every method;
+payloads compared with their checksums; sharded models (these four on emulated hosts that share the GPU, see docs/lab.md);
+the compression benchmark. Each has a time of its own, saves what it finds as it goes, and does not stop the next if it
+fails. A check of a rank script that takes longer than it may is said to hang, and where; the next one begins.
 
 Needs torch and pyroute2 (a copy under ./carry/python will do); pytest for the first stage, transformers and torchvision
 for the real models; neither typer nor rich.
@@ -22,10 +23,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +47,17 @@ BUDGETS_S = {
     "sync_free": 60.0,
     "contracts": 130.0,
     "race": 80.0,
-    "hsdp": 60.0,
+    "hsdp": 90.0,
     "compress": 400.0,
 }
 """The most each stage may take; what one leaves, the next ones have."""
 MODULES = {name: f"tests.gpu.{name}" for name in ("sync_free", "contracts", "race", "hsdp")}
+CHECK_S = {"cuda": 20.0, "cpu": 120.0}
+"""How long one check of a rank script may take, by device."""
+PYTEST_JOBS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Files at a time: their processes take turns on the GPU, and to start one is most of its work."""
+PYTEST_ENDS = (0, 1, 5)
+"""All passed, some failed, none was selected."""
 RATE = "10gbit"
 KNOWN_ENDS = (0, 1)
 TIME_UP = "time was up, the same command goes on with the rest"
@@ -63,7 +73,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--no-mps", action="store_true")
-    parser.add_argument("--check-methods", default="", help="for the contracts; default all")
+    names = "with commas; default all that apply"
+    parser.add_argument("--check-methods", default="", help=f"for contracts, host waits: {names}")
+    parser.add_argument("--hsdp-methods", default="", help=f"for sharded models: {names}")
     parser.add_argument("--race-steps", type=int, default=1000)
     parser.add_argument("--models", default="bert-large,gpt2-large,vit-large,resnet152,vgg16")
     parser.add_argument("--densities", default="0.01,0.001")
@@ -85,33 +97,57 @@ def run_pytest(
 ) -> dict[str, Any]:
     if importlib.util.find_spec("pytest") is None:
         return {"status": "not run", "summary": "pytest is not installed here"}
-    files = sorted((ROOT / "tests" / "kernels").glob("test_*.py"))
-    files += [f for f in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in f.read_text()]
-    report, log = options.out / "pytest.xml", options.out / "pytest.txt"
-    report.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        one = partial(run_file, folder=folder, deadline=time.monotonic() + limit)
+        with ThreadPoolExecutor(PYTEST_JOBS) as pool:
+            broken = list(filter(None, pool.map(one, find_gpu_tests())))
+        logs = [log.read_text(errors="replace") for log in sorted(folder.glob("*.txt"))]
+        (options.out / "pytest.txt").write_text("\n".join(logs))
+        return read_junit(folder.glob("*.xml"), broken)
+
+
+def find_gpu_tests() -> list[Path]:
+    """Files with tests marked gpu, those with many lines first, so that none of them is alone at the end."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    texts = {file.relative_to(ROOT): file.read_text() for file in files}
+    found = [file for file, text in texts.items() if "mark.gpu" in text]
+    return sorted(found, key=lambda file: (-len(texts[file]), file))
+
+
+def run_file(file: Path, folder: Path, deadline: float) -> str:
+    """Leaves a report and a log named after the file. Returns why it broke off, or nothing."""
+    name = "-".join(file.with_suffix("").parts[1:])
+    report, log = folder / f"{name}.xml", folder / f"{name}.txt"
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=short"]
-    command += ["--continue-on-collection-errors", "-o", "addopts=", f"--junitxml={report}"]
-    command += [str(file.relative_to(ROOT)) for file in dict.fromkeys(files)]
+    command += ["-m", "gpu", "-o", "addopts=", "-o", "faulthandler_timeout=60"]
+    command += [f"--junitxml={report}", str(file)]
     with log.open("w") as output:
         try:
-            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=limit)
+            left = max(0.0, deadline - time.monotonic())
+            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=left)
+            ended = "" if done.returncode in PYTEST_ENDS else f"ended with {done.returncode}"
         except subprocess.TimeoutExpired:
-            return {"status": "failed", "summary": f"time was up; {log.name} ends: {tail(log)}"}
-    if not report.exists():
-        return {"status": "failed", "summary": f"pytest did not run; {log.name} ends: {tail(log)}"}
-    return read_junit(report)
+            ended = "time was up"
+    return f"{file}: {ended}; its log ends: {tail(log)}" if ended else ""
 
 
-def read_junit(report: Path) -> dict[str, Any]:
-    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    failures = []
+def read_junit(reports: Iterable[Path], broken: Sequence[str] = ()) -> dict[str, Any]:
+    """All reports as one; `broken` are files that broke off, and why."""
+    cases = [
+        case
+        for report in sorted(reports)
+        for case in ElementTree.parse(report).getroot().iter("testcase")
+    ]
+    failures = list(broken)
     for case in cases:
         for problem in (*case.iter("failure"), *case.iter("error")):
             name = f"{case.get('classname')}::{case.get('name')}"
             failures.append(f"{name}: {problem.get('message') or ''}")
     skipped = sum(case.find("skipped") is not None for case in cases)
-    passed = len(cases) - skipped - len(failures)
-    summary = f"{passed} passed, {skipped} skipped, {len(failures)} failed"
+    failed = len(failures) - len(broken)
+    summary = f"{len(cases) - skipped - failed} passed, {skipped} skipped, {failed} failed"
+    summary += f"; {len(broken)} files broke off" if broken else ""
     return {
         "status": "failed" if failures else "ok",
         "summary": summary,
@@ -163,8 +199,12 @@ def run_ranks(
     """Start a rank script, and again after a crash, until every check has its verdict or time is up."""
     file = options.out / f"{stage}.json"
     command = [sys.executable, "-m", MODULES[stage], "--device", options.device, "--out", str(file)]
+    # All of the first method's steps are one check of the races.
+    most = limit if stage == "race" else CHECK_S[options.device]
+    command += ["--limit", f"{most:g}"]
     command += ["--steps", str(options.race_steps)] if stage == "race" else []
-    command += [name for name in options.check_methods.split(",") if name and stage != "race"]
+    methods = options.hsdp_methods if stage == "hsdp" else options.check_methods
+    command += [name for name in methods.split(",") if name and stage != "race"]
     deadline, starts, reason = time.monotonic() + limit, 0, ""
     while (left := deadline - time.monotonic()) > LEAST_S:
         known = len(load_verdicts(file))
@@ -172,7 +212,9 @@ def run_ranks(
         starts += 1
         output = options.out / f"{stage}-{starts}.txt"
         output.write_text("\n".join(rank.output[-20_000:] for rank in result.ranks))
-        reason = "" if result.exit_code in KNOWN_ENDS else result.reason
+        in_the_middle = any(verdict["status"] == "started" for verdict in load_verdicts(file))
+        ended = result.exit_code in KNOWN_ENDS and not in_the_middle
+        reason = "" if ended else result.reason
         if not reason or len(load_verdicts(file)) == known:
             break
         say(f"{stage}: {reason} Going on with the next check.")

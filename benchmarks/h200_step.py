@@ -3,6 +3,7 @@
     sudo python3 benchmarks/h200_step.py --out out
     sudo python3 benchmarks/h200_step.py --out out                       # again: only what is missing
     sudo python3 benchmarks/h200_step.py --out out --device cpu --models small --rates 500mbit,200mbit --workers 2
+    sudo python3 benchmarks/h200_step.py --out out --cells adtopk:bert-large:10gbit --workers 1,2,4 --profile
 
 Needs torch and pyroute2 (a copy under ./carry/python will do), for the real models transformers and torchvision; neither
 typer nor rich. The most important cells come first, every row is saved as soon as it is measured, and cells that no
@@ -18,6 +19,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +60,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--parallel", choices=("ddp", "hsdp"), default="ddp")
     parser.add_argument("--rates", default="10gbit,1gbit", help="the fast one first")
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", default="4", help="one number or several, with commas")
+    parser.add_argument("--profile", action="store_true", help="where the host spends a step")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--density", type=float)
@@ -71,8 +75,15 @@ def plan(options: argparse.Namespace) -> list:
     from thinwire.bench.step_cell import unique
     from thinwire.tools.methods import METHODS
 
+    counts = [int(count) for count in options.workers.split(",")]
+
+    def spread(cells: Iterable) -> list:
+        """Every cell with every number of workers, the first number before the others."""
+        found = list(cells)
+        return unique(replace(cell, workers=count) for count in counts for cell in found)
+
     if options.cells:
-        return unique(parse_cell(text, options) for text in options.cells.split(","))
+        return spread(parse_cell(text, options) for text in options.cells.split(","))
     named = [name for name in (options.methods or "").split(",") if name]
     first = [name for name in ("adtopk", "topk") if name in METHODS]
     ours = named or first
@@ -93,7 +104,7 @@ def plan(options: argparse.Namespace) -> list:
     order += [("dense", model, fast) for model in models if not named]
     order += [(method, model, rate) for rate in slower for method in extra for model in models]
     order += [(method, models[0], rate) for rate in slower for method in heavy]
-    return unique(
+    return spread(
         make_cell(options, method, model, rate, options.density) for method, model, rate in order
     )
 
@@ -120,7 +131,6 @@ def make_cell(
         model,
         method,
         rate=rate,
-        workers=options.workers,
         device=options.device,
         amp="bf16" if options.device == "cuda" else "none",
         steps=options.steps,
@@ -154,6 +164,7 @@ def main() -> None:
     mps = options.device == "cuda" and not options.no_mps and shutil.which(CONTROL) is not None
     say(f"{len(book.rows)} rows are here already; MPS {'on' if mps else 'off'}")
     deadline = began + 60 * options.minutes - MARGIN_S
+    profiles = options.out / "profiles" if options.profile else None
     fast = options.rates.split(",")[0]
     try:
         with LabPlace(mps=mps) as place:
@@ -166,6 +177,7 @@ def main() -> None:
                     place,
                     timeout_s=FAST_TIMEOUT_S if run[0].rate in (fast, "any") else SLOW_TIMEOUT_S,
                     deadline=deadline,
+                    profiles=profiles,
                     say=say,
                 )
     finally:
@@ -173,6 +185,20 @@ def main() -> None:
             row["commit"] = row["commit"] or options.commit
         book.save()
         say(f"{len(book.rows)} rows in {options.out}")
+        for path in sorted(profiles.glob("*-host.json")) if profiles is not None else ():
+            print_profile(path)
+
+
+def print_profile(path: Path) -> None:
+    """Processor time of every phase for each of DDP's buckets, and the wall time of a step."""
+    from thinwire.bench.host_profile import read_profile
+
+    profile = read_profile(path)
+    print(f"{profile.cell}: {profile.step_us:.0f} us a step, {profile.buckets:g} buckets")
+    for phase in profile.phases:
+        busy, wall = phase.busy_us / max(1.0, profile.buckets), phase.wall_us
+        times = f"{phase.calls:g} times, {busy:.0f} us/bucket busy, {wall:.0f} us/step"
+        print(f"    {phase.name:10} {phase.thread:10} {times}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python3 benchmarks/host_cost.py bert-large resnet152 --method adtopk,dgc
 
-Needs no GPU. Prints the time per bucket of the fastest and of the median step, and how often each kernel is launched per bucket
-and step. The driver's own time, and what torch's operations cost more on a GPU than on a CPU, come on top.
+Needs no GPU. Prints the time per bucket of the fastest and of the median step, what `StreamDriver` takes between the two to find
+out what it has to keep alive, and how often each kernel is launched per bucket and step. The rest of the driver's own time, and
+what torch's operations cost more on a GPU than on a CPU, come on top.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch  # noqa: E402
 
 from thinwire.bench.compress_fleet import DECODE, ENCODE, Fleet  # noqa: E402
 from thinwire.bench.compress_layout import describe_model  # noqa: E402
+from thinwire.engine.streams import find_held  # noqa: E402
 from thinwire.kernels.cuda.launch import Arguments  # noqa: E402
 from thinwire.kernels.cuda.source import Defines  # noqa: E402
 from thinwire.kernels.cuda.toolchain import Toolchain, use_toolchain  # noqa: E402
@@ -94,7 +96,24 @@ def show(model: str, name: str) -> None:
         name: round(count / (STEPS * WORLD * buckets), 2)
         for name, count in IdleKernel.launched.items()
     }
+    held = [1e6 * one for one in time_held(fleet)]
+    print(f"    held: {min(held):.0f} us, median {statistics.median(held):.0f}")
     print("    launches: " + ", ".join(f"{name} {times:g}" for name, times in per_bucket.items()))
+
+
+@torch.no_grad()
+def time_held(fleet: Fleet) -> list[float]:
+    """Seconds in which all that a bucket's suspended program holds is found, many times. The fleet is of no use afterwards."""
+    fleet.reducers[0].reduce(fleet.buckets[0][-1])
+    program, _ = fleet.drivers[0].pending.pop()
+    next(program)
+    spent = []
+    for _ in range(STEPS):
+        began = time.thread_time()
+        find_held(program)
+        spent.append(time.thread_time() - began)
+    program.close()
+    return spent
 
 
 def main() -> None:

@@ -121,6 +121,21 @@ def local_table() -> str:
     return "\n".join(table) + "\n"
 
 
+def overlap_table() -> str:
+    """How much of the exchange of local steps is under inner steps, per rank."""
+    table = [
+        "| method | rank | exchanges | ms in all | of it under forward and backward | the longest, ms | whole passes under one |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in json.loads((ROOT / "benchmarks/results/local_overlap.json").read_text()):
+        method = row["trace"].removeprefix("small-").partition("-100mbit")[0]
+        table.append(
+            f"| {method} | {row['trace'][-1]} | {row['exchanges']} in {row['steps']} steps | {row['exchange_ms']:.0f} "
+            f"| {row['hidden_ms'] / row['exchange_ms']:.0%} | {row['longest_ms']:.0f} | {row['passes']} |"
+        )
+    return "\n".join(table) + "\n"
+
+
 def digits_table(methods: Sequence[str] | None = None) -> str:
     """What `thinwire compare digits` found, for some methods or all. Times are left out: the machine was busy."""
     summary = json.loads((ROOT / "benchmarks/results/digits/summary.json").read_text())
@@ -258,6 +273,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step-methods": every_method_table,
     "step-short": lambda: step_table(SHORT),
     "local": local_table,
+    "overlap": overlap_table,
     "digits": digits_table,
     "digits-adtopk": lambda: digits_table(ADTOPK),
     "compress": compress_table,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -141,7 +142,7 @@ def _drop_extra_groups() -> bool:
     default = dist.group.WORLD
     names = dist.distributed_c10d._world.pg_names
     extra = [group for group in list(dist.distributed_c10d._world.pg_map) if group is not default]
-    named_after_ranks = any(not names[group].isdigit() for group in extra)
+    named_after_ranks = any(not re.match(r"thinwire-|\d+$", names[group]) for group in extra)
     for group in extra:
         dist.destroy_process_group(group)
     return named_after_ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from thinwire.optim.base import Takeover
 from thinwire.plan.advice import Advice
 from thinwire.plan.candidates import QUALITIES
 from thinwire.plan.policy import Rule, check_settings
-from thinwire.plan.report import PlanReport
+from thinwire.plan.report import PlanReport, shorten
 from thinwire.validate import check_choice, check_positive_int
 
 logger = logging.getLogger(__name__)
@@ -126,17 +127,15 @@ class Handle:
 
     def plan(self) -> PlanReport:
         """What happens to every parameter and why; print it."""
-        assignments = self.reducer.assignments.by_name
-        notes = {
-            name: "sends what is held back once, then changes method"
-            for name, assignment in assignments.items()
-            if assignment.flushing
-        }
-        rows = tuple(assignment.plan for assignment in assignments.values())
+        passing = "sends what is held back once, then changes method"
+        rows = tuple(
+            replace(one.plan, reason=passing) if one.flushing else one.plan
+            for one in self.reducer.assignments.by_name.values()
+        )
         held, spare = self.reducer.assignments.memory_bytes()
         routes = self.reducer.routes
         kept = sum(route.kept_bytes for route in routes)
-        return PlanReport(rows, notes, backends_of(routes), held, spare, kept)
+        return PlanReport(rows, backends_of(routes), held, spare, kept)
 
     def advise(self) -> Advice:
         """What every candidate would take, what is best and why; print it. Any rank may ask, at any time.
@@ -184,7 +183,7 @@ class Handle:
         """
         parameters = self.reducer.parameters
         if name not in parameters:
-            raise UsageError(f"name is {name!r}; the handle knows {_some(parameters)}")
+            raise UsageError(f"name is {name!r}; the handle knows {shorten(list(parameters), 5)}")
         compressor = self.reducer.assignments.by_name[name].compressor
         part = compressor.shard(parameters[name].slot(0), self.reducer.driver.place)
         return (parameters[name].shard or part) if part.whole else part
@@ -322,7 +321,9 @@ class Handle:
 
     def _load(self, find: Callable[[], dict[str, Any]], on_world_change: str | None) -> None:
         """Load what `find` returns, if all ranks have found something of the same step."""
-        content = checkpoint.find_together(self.reducer.driver, find)
+        content = checkpoint.find_together(self.reducer.driver, find, self._form)
+        # Refused before anything is changed.
+        self.reducer.assignments.check(content)
         self.steering.before_load(content, reset=on_world_change == "reset")
         self.reducer.load_state_dict(content)
         self.steering.after_load(content)
@@ -330,9 +331,3 @@ class Handle:
     def _refuse_if_closed(self) -> None:
         if self.closed:
             raise UsageError("the handle is closed; attach again to compress")
-
-
-def _some(names: Mapping[str, Any]) -> str:
-    listed = list(names)
-    shown = ", ".join(listed[:5])
-    return shown if len(listed) <= 5 else f"{shown} and {len(listed) - 5} more"

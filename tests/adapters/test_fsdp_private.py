@@ -16,13 +16,14 @@ from torch.distributed.fsdp._fully_shard import _fsdp_state as state
 
 ADAPTERS = Path(__file__).parents[2] / "thinwire" / "adapters"
 
-OF_GROUPS = {"fsdp_params", "mesh_info", "mp_policy", "device", "force_sum_reduction_for_comms"}
+OF_GROUPS = {"fsdp_params", "mesh_info", "device", "force_sum_reduction_for_comms"}
 OF_PARAMETERS = {
     "sharded_param",
     "sharded_size",
     "padded_sharded_param_size",
     "fsdp_placement",
     "mesh_info",
+    "mp_policy",
     "offload_to_cpu",
     "_module_info",
     "_orig_size",

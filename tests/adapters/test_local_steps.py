@@ -1,67 +1,25 @@
-"""Local steps: rounds against plain re-computations, bad rounds, fragments on their way, state, real groups."""
+"""Local steps: rounds against plain re-computations, bad rounds, fragments on their way, state."""
 
 from __future__ import annotations
 
 import copy
-import os
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from tests.pool import Pool
-from tests.sharded import TinyModel, make_mesh
-from thinwire.adapters import LocalSimulation
-
-WORKERS = 3
-EXACT = tw.Dense()
-
-
-def make_models(workers: int = WORKERS, width: int = 48) -> list[nn.Module]:
-    torch.manual_seed(0)
-    first = nn.Sequential(nn.Linear(width, 64), nn.Tanh(), nn.Linear(64, 8))
-    return [copy.deepcopy(first) for _ in range(workers)]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    inputs = torch.randn(16, model[0].in_features, generator=generator)  # type: ignore[index]
-    optimizer.zero_grad()
-    model(inputs).square().mean().backward()
-    optimizer.step()
-
-
-def run(sim: LocalSimulation, models, optimizers, steps, first: int = 0) -> None:
-    for step in range(first, first + steps):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            inner_step(model, optimizer, rank, step)
-        sim.step()
-
-
-def values(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
-
-
-def mean_in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    """As dense parts are added: each is divided first."""
-    total = parts[0] / len(parts)
-    for part in parts[1:]:
-        total = total + part / len(parts)
-    return total
-
+from tests.local_jobs import (
+    EXACT,
+    WORKERS,
+    adamw,
+    inner_step,
+    make_models,
+    mean_in_rank_order,
+    run,
+    sgd,
+    values,
+)
 
 # -- against plain re-computations -------------------------------------------------------------------------------------
 
@@ -291,148 +249,24 @@ def test_methods_that_own_momentum_are_refused():
         tw.simulate_local(models, [sgd(models[0])], tw.DGC(density=0.1), every=2)
 
 
-# -- real groups -------------------------------------------------------------------------------------------------------
+# -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def train(rank, world, method, every, steps, settings):
-    model = make_models(1)[0]
-    with torch.no_grad():
-        model[0].bias.add_(rank)
-    optimizer = adamw(model)
-    local = tw.LocalSteps(model, optimizer, method, every=every, deterministic=True, **settings)
-    for step in range(steps):
-        inner_step(model, optimizer, rank, step)
-    found = values(model)
-    local.close()
-    return found
-
-
-@pytest.mark.workers
-@pytest.mark.parametrize("delay", [0, 1])
-def test_real_workers_have_the_bits_of_simulated_ones(pools, delay):
-    method = tw.TopK(density=0.1, dense_fallback=False)
-    settings = {"fragments": 2, "delay": delay}
-    real = pools(3).run(train, method, 4, 9, settings)
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (2, 1)])
+def test_at_the_end_workers_are_averaged_without_the_outer_optimizer(fragments, delay):
     models = make_models()
-    optimizers = [adamw(model) for model in models]
-    sim = tw.simulate_local(models, optimizers, method, every=4, deterministic=True, **settings)
-    run(sim, models, optimizers, 9)
-    # Closing finishes a round that is under way.
+    optimizers = [sgd(model) for model in models]
+    sim = tw.simulate_local(models, optimizers, EXACT, every=4, fragments=fragments, delay=delay)
+    run(sim, models, optimizers, 7)
     for worker in sim.workers:
         worker.finish_now()
-    for model, found in zip(models, real, strict=True):
-        assert torch.equal(values(model), found)
-
-
-def train_nodes(rank, world):
-    """Two nodes of two: DDP inside, local steps between."""
-    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    between = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    model = make_models(1)[0]
-    ddp = DistributedDataParallel(model, process_group=inside)
-    optimizer = sgd(model)
-    local = tw.LocalSteps(
-        ddp, optimizer, tw.Quantized(bits=8), every=3, process_group=between, inside_group=inside,
-        bucket_mb=0.01,
-    )  # fmt: skip
-    for step in range(6):
-        optimizer.zero_grad()
-        torch.manual_seed(100 * step + rank)
-        ddp(torch.randn(8, 48)).square().mean().backward()
-        optimizer.step()
-    sent = local.stats().wire_bytes
-    found = values(model)
-    local.close()
-    return found, sent
-
-
-@pytest.mark.workers
-def test_nodes_of_replicas_share_the_sending(pools):
-    results = pools(4).run(train_nodes)
-    assert all(torch.equal(found, results[0][0]) for found, _ in results)
-    assert results[0][1] > 0 and results[1][1] > 0
-    assert results[0][1] == results[2][1]
-
-
-def join(rank, world):
-    model = make_models(1)[0]
-    optimizer = sgd(model)
-    local = tw.LocalSteps(model, optimizer, every=2)
-    for step in range(4):
-        inner_step(model, optimizer, rank, step)
-    if rank == 2:
-        # As a worker that comes late: it knows nothing of the others.
-        local.steps = 0
-        with torch.no_grad():
-            for tensor in local.point.tensors.values():
-                tensor.zero_()
-        local.outer.state.clear()
-    local.welcome(source=0)
-    for step in range(4, 8):
-        inner_step(model, optimizer, rank, step)
-    return values(model), local.steps
-
-
-@pytest.mark.workers
-def test_a_worker_that_joins_gets_the_common_point(pools):
-    results = pools(3).run(join)
-    assert all(torch.equal(found, results[0][0]) and steps == 8 for found, steps in results)
-
-
-def die_in_a_round(rank, world):
-    model = make_models(1)[0]
-    optimizer = sgd(model)
-    tw.LocalSteps(model, optimizer, every=2)
-    for step in range(4):
-        if rank == 1 and step == 3:
-            os._exit(3)
-        inner_step(model, optimizer, rank, step)
-
-
-@pytest.mark.workers
-def test_the_others_end_clearly_if_a_worker_dies_in_a_round():
-    pool = Pool(3, timedelta(seconds=20))
-    replies = pool.attempt(die_in_a_round)
-    pool.stop()
-    assert replies[1] == (False, "the process died")
-    for rank in (0, 2):
-        ok, said = replies[rank]
-        assert not ok and "ExchangeError" in said and "start again from a checkpoint" in said
-
-
-def train_shards(rank, world):
-    """Two nodes of two: FSDP2 inside, local steps between."""
-    mesh = make_mesh(2, 2)
-    torch.manual_seed(0)
-    model = TinyModel()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    groups = {name: mesh[name].get_group() for name in ("replicate", "shard")}
-    local = tw.LocalSteps(
-        model, optimizer, tw.TopK(density=0.1), every=2,
-        process_group=groups["replicate"], inside_group=groups["shard"],
-    )  # fmt: skip
-    for step in range(4):
-        optimizer.zero_grad()
-        torch.manual_seed(10 * step + rank)
-        model(torch.randint(0, 37, (4, 6))).square().mean().backward()
-        optimizer.step()
-        if step == 2 and rank == 3:
-            # Seen by the other shards of its node, and by the other node.
-            with torch.no_grad():
-                next(iter(model.parameters())).to_local().fill_(torch.nan)
-    found = [p.detach().full_tensor().reshape(-1) for p in model.parameters()]
-    plan = {row.info.name: row.info.full_shape for row in local.plan()}
-    lost = local.lost_rounds
-    local.close()
-    return torch.cat(found), lost, plan["head.weight"]
-
-
-@pytest.mark.workers
-def test_shards_inside_a_node(sharded):
-    results = sharded.run(train_shards)
-    for found, lost, full_shape in results:
-        assert torch.equal(found, results[0][0]) and found.isfinite().all()
-        assert lost == 1 and full_shape == (37, 32)
+    mean = mean_in_rank_order([values(model) for model in models])
+    sim.finish()
+    assert all(torch.equal(values(model), values(models[0])) for model in models)
+    torch.testing.assert_close(values(models[0]), mean, rtol=0, atol=2e-7)
+    # Momentum would move the point once more if a round of nothing went through the outer optimizer.
+    before = values(models[0])
+    sim.finish()
+    assert torch.equal(values(models[0]), before)
+    run(sim, models, optimizers, 2, 7)
+    assert sim.workers[0].steps == 9

@@ -81,7 +81,7 @@ def profiled(rank: int, world: int, merge_bytes: int) -> Profile:
 
 def test_a_profile_has_buckets_as_they_are_merged(pools: Callable[[int], Pool]) -> None:
     """Four layers of 64 KB in buckets of their own, which wait for each other up to 100 KB; nobody waits for the last."""
-    single, merged = (pools(1).run(profiled, nbytes)[0] for nbytes in (0, 100_000))
+    single, merged = (pools(1).run(profiled, nbytes)[0] for nbytes in (0, 200_000))
     assert [len(unit.names) for unit in single.units] == [2, 2, 2, 2]
     assert [len(unit.names) for unit in merged.units] == [4, 2, 2]
     assert merged.coalesce_bytes == single.coalesce_bytes == 512 << 10

@@ -1,11 +1,14 @@
-"""Trials: which of the plans that were tried wins."""
+"""Trials: what is worth one, and which of the plans that were tried wins."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from thinwire.auto.trials import Trials
+import pytest
+
+from tests.plan.test_decision import decide, describe
+from thinwire.auto.trials import Trials, propose
 
 
 def test_what_was_timed_without_being_a_plan_does_not_win() -> None:
@@ -14,5 +17,58 @@ def test_what_was_timed_without_being_a_plan_does_not_win() -> None:
         SimpleNamespace(labels=("topk",), kept=0.1),
     ]
     # Resumed in mid-switch: the steps before the first trial were dense, and the fastest.
-    seconds = {(): 1.0, ("int8",): 2.0, ("topk",): 1.9}
-    assert Trials(plans, seconds).winner(silent_s=0.1) == ("topk",)
+    times = {(): (1.0,), ("int8",): (2.0,), ("topk",): (1.9,)}
+    assert Trials(plans, times).winner(silent_s=0.1) == ("topk",)
+
+
+@pytest.mark.parametrize(
+    ("dense_s", "silent_s", "kept"),
+    [
+        (1.04, 1.0, "dense"),
+        # Within 10 % of no communication, and yet 6 % slower than what else was timed.
+        (1.08, 1.0, "int8"),
+        # The link is slow for both.
+        (1.04, 0.5, "int8"),
+        (1.019, 0.5, "dense"),
+    ],
+)
+def test_what_is_kept_is_near_the_fastest(dense_s: float, silent_s: float, kept: str) -> None:
+    plans: list[Any] = [
+        SimpleNamespace(labels=("dense",), kept=1.0),
+        SimpleNamespace(labels=("int8",), kept=0.9),
+    ]
+    times = {("dense",): (dense_s,), ("int8",): (1.02 if silent_s == 1.0 else 1.0,)}
+    assert Trials(plans, times).winner(silent_s) == (kept,)
+
+
+@pytest.mark.parametrize(("gbit", "tried"), [(40, False), (20, False), (10, True)])
+def test_dense_is_tried_where_something_else_is_predicted_to_be_much_faster(
+    gbit: float, tried: bool
+) -> None:
+    """The search chooses dense at all three rates: it is within 10 % of no communication."""
+    decision = decide(describe(world=2), gbit, world=2)
+    assert decision.chosen.name == "dense"
+    ratio = decision.dense.prediction.step_s / decision.fastest.prediction.step_s
+    assert (ratio > 1.05) == tried
+    proposal = propose(decision, None, decision.dense.prediction.silent_s, 3)
+    assert list(proposal.finalists[:1]) == ([("dense",) * 6] if tried else [])
+    assert len(proposal.finalists) == (3 if tried else 0)
+
+
+def test_plans_that_are_near_each_other_are_tried_twice() -> None:
+    plans: list[Any] = [SimpleNamespace(labels=(name,), kept=0.5) for name in "abc"]
+    trials = Trials(plans)
+    found = {"a": [1.0, 0.95], "b": [1.08, 0.9], "c": [1.3]}
+    tried = []
+    while (plan := trials.next()) is not None:
+        (name,) = plan.labels
+        tried.append(name)
+        trials.note(plan.labels, found[name].pop(0))
+    assert tried == ["a", "b", "c", "a", "b"]
+    # A busy moment does not decide.
+    assert trials.winner(silent_s=0.1) == ("b",)
+
+
+def test_a_plan_that_is_far_ahead_is_tried_once() -> None:
+    plans: list[Any] = [SimpleNamespace(labels=(name,), kept=0.5) for name in "ab"]
+    assert Trials(plans, {("a",): (1.0,), ("b",): (1.2,)}).next() is None

@@ -16,5 +16,14 @@ def tiny(device: torch.device, batch: int) -> Workload:
     )
 
 
+def deep(device: torch.device, batch: int) -> Workload:
+    """Parameters for several fragments."""
+    return Workload(
+        nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))),
+        draw=lambda: torch.randn(batch, 64),
+        loss=lambda model, inputs: model(inputs).square().mean(),
+    )
+
+
 def broken(device: torch.device, batch: int) -> Workload:
     raise RuntimeError("this model cannot be built")

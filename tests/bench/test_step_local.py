@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+from tests.pages import ROOT
 from thinwire.bench.host_profile import HostClock, name_thread, profile_file, read_profile
 from thinwire.bench.rows import Row, RowBook
 from thinwire.bench.step import run_cells
@@ -24,22 +28,23 @@ CELLS = [
     plan_cell(MODEL, "dense", **SHORT),
     plan_cell(MODEL, "diloco", every=4, **SHORT),
     plan_cell(MODEL, "sparseloco", every=2, **SHORT),
+    plan_cell("tests.bench.step_models:deep", "streaming-diloco", every=8, **SHORT),
 ]
 BYTES = 4 * (64 * 32 + 32)
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
-    """The folder of profiles and the rows of all cells."""
+    """The folder of profiles and traces, and the rows of all cells."""
     folder = tmp_path_factory.mktemp("local")
     book = RowBook(folder / "rows")
-    run_cells(CELLS, book, LocalPlace(), timeout_s=150, profiles=folder)
-    assert [row["status"] for row in book.rows] == ["ok"] * 3, [row["note"] for row in book.rows]
+    run_cells(CELLS, book, LocalPlace(), timeout_s=150, profiles=folder, traces=folder / "traces")
+    assert [row["status"] for row in book.rows] == ["ok"] * 4, [row["note"] for row in book.rows]
     return folder, book.rows
 
 
 def test_a_row_of_local_steps_is_of_whole_rounds(measured: tuple[Path, list[Row]]) -> None:
-    dense, diloco, sparse = measured[1]
+    dense, diloco, sparse, _ = measured[1]
     assert (diloco["every"], diloco["steps"], sparse["steps"]) == (4, 8, 4)
     # Two workers send a whole gradient each, once in a round.
     assert dense["ledger_bytes"] == pytest.approx(BYTES, rel=0.05)
@@ -67,14 +72,32 @@ def test_the_profile_says_where_the_host_was(
     assert rounds.buckets == 0 and "exchange" in {phase.name for phase in rounds.phases}
 
 
+def test_a_trace_of_local_steps_tells_what_is_hidden(
+    measured: tuple[Path, list[Row]], tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.json"
+    command = [sys.executable, "benchmarks/local_overlap.py", str(measured[0] / "traces")]
+    done = subprocess.run(
+        [*command, "--out", str(rows)], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    found = {row["trace"]: row for row in json.loads(rows.read_text())}
+    assert len(found) == 8
+    for name, row in found.items():
+        assert row["exchanges"] and 0 <= row["hidden_ms"] <= row["exchange_ms"], name
+    streaming = next(row for name, row in found.items() if "streaming" in name)
+    # A whole round of every fragment, where others are traced for three steps or a round.
+    assert streaming["steps"] == 8 and "under forward and backward" in done.stdout
+
+
 def test_a_phase_does_not_count_what_is_inside_another() -> None:
     clock = HostClock()
-    with clock("backward"), clock("thinwire::encode"):
+    with clock("backward"), clock("thinwire::driver"), clock("thinwire::encode"):
         sum(range(200_000))
-    backward, encode = clock.phases(steps=1)
-    assert (backward.name, encode.name) == ("backward", "encode")
+    backward, driver, encode = clock.phases(steps=1)
+    assert (backward.name, driver.name, encode.name) == ("backward", "driver", "encode")
     # In processor time: the machine may be busy.
-    assert backward.busy_us < encode.busy_us and encode.calls == 1
+    assert max(backward.busy_us, driver.busy_us) < encode.busy_us and encode.calls == 1
     assert [name_thread(name) for name in ("MainThread", "Dummy-3", "thinwire-exchange")] == [
         *("main", "autograd", "exchange")
     ]

@@ -130,6 +130,8 @@ class Cluster:
                 assert future.value() is flat
                 for slot in layouts[rank].slots:
                     updates[rank][slot.name] = slot.view(flat).clone()
+        for reducer in self.reducers:
+            reducer.end_backward()
         return updates
 
     def layouts_of(self, names: Sequence[str]) -> list[BucketLayout]:

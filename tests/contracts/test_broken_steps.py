@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from tests.contracts.cluster import SHAPES, Cluster, parameter, sparse
 from thinwire.engine.drivers import ThreadDriver
-from thinwire.engine.network import Network, private_group
+from thinwire.engine.groups import private_group
+from thinwire.engine.network import Network
 from thinwire.engine.reducer import Reducer
 from thinwire.errors import ExchangeError
 from thinwire.exchange.requests import Batch
@@ -59,7 +60,7 @@ def hand_in(cluster: Cluster, names: list[str], gradients) -> list[Future[Tensor
 def end(cluster: Cluster) -> None:
     """The end of the backward."""
     for reducer in cluster.reducers:
-        reducer.flush()
+        reducer.end_backward()
     cluster.ranks.run()
 
 

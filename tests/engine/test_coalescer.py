@@ -54,7 +54,7 @@ def run(coalesce_bytes: int, method: tw.Method, steps: int = 3):
                 flats[rank].append(flat)
                 cluster.reducers[rank].reduce(Bucket(layout, flat))
         for reducer in cluster.reducers:
-            reducer.flush()
+            reducer.end_backward()
         cluster.ranks.run()
         results.append(
             ([torch.cat(f) for f in flats], [cluster.residuals(r) for r in range(WORLD)])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from thinwire.engine.drivers import ThreadDriver
-from thinwire.engine.network import Network, private_group
+from thinwire.engine.groups import private_group
+from thinwire.engine.network import Network
 from thinwire.engine.virtual import run_virtual
 from thinwire.errors import ExchangeError
 from thinwire.exchange.requests import AllToAll, Gather, Sum, together

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.exchange.ranks import Ranks, gradients
 from thinwire.bench.exchange_cases import Worker, find_cases, make_gradient, make_group
 from thinwire.engine.drivers import run_inline
 from thinwire.engine.network import Network
+from thinwire.engine.stalls import StallWatch
 from thinwire.engine.streams import StreamDriver
 from thinwire.exchange.agreed import CyclicLeader
 from thinwire.exchange.dsa import SplitGather
@@ -22,6 +25,7 @@ from thinwire.exchange.requests import Place, Sum
 from thinwire.exchange.reused import ReusedThresholds
 from thinwire.exchange.split import SplitReduce
 from thinwire.exchange.tree import TreeMerge
+from thinwire.observe import watch
 from thinwire.observe.ledger import Ledger
 
 pytestmark = [
@@ -71,13 +75,14 @@ def test_the_host_never_waits(name):
         torch.cuda.set_sync_debug_mode("default")
 
 
-class SlowNetwork:
+class SlowNetwork(Network):
     """Answers at once on the host and late on the device."""
 
-    place = Place(0, 2)
-    group = None
+    def __init__(self) -> None:
+        self.place, self.ledger = Place(0, 2), Ledger(2)
+        self.groups, self.stalls = {}, StallWatch(60.0)
 
-    def perform(self, batch):
+    def perform(self, batch, what=""):
         torch.cuda._sleep(200_000_000)
         return [request.tensor for request in batch]
 
@@ -95,6 +100,21 @@ def test_what_was_made_before_the_first_request_is_there_after_it():
     for _ in range(100):
         torch.full((1000,), -1, device="cuda")
     assert future.wait().tolist() == list(range(1, 1001))
+    driver.close()
+
+
+def test_all_that_the_thread_of_the_exchange_does_is_a_station():
+    driver = StreamDriver(SlowNetwork(), torch.device("cuda", torch.cuda.current_device()))
+    seen: list[tuple[str, str]] = []
+
+    def note(name: str) -> AbstractContextManager[None]:
+        seen.append((name, threading.current_thread().name))
+        return nullcontext()
+
+    with watch(note):
+        driver.hand_over(lambda: None, print)
+        driver.catch_up()
+    assert set(seen) == {("thinwire::driver", "thinwire-exchange")}
     driver.close()
 
 

@@ -18,7 +18,8 @@ from tests.contracts.adapters import ADAPTERS, make
 from tests.models import batches, fingerprint, make_cnn, train
 from thinwire.engine.device_drivers import DRIVERS
 from thinwire.engine.drivers import ThreadDriver
-from thinwire.engine.network import Network, private_group
+from thinwire.engine.groups import private_group
+from thinwire.engine.network import Network
 
 STEPS = 6
 

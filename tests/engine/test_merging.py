@@ -49,25 +49,55 @@ def cut(merger: BucketMerger, buckets: Sequence[ReadyBucket]) -> list[list[list[
     return [[[one.bucket.flat.numel() for one in unit] for unit in units] for units in cuts]
 
 
+def make_merger(enough: int, buckets: Sequence[ReadyBucket]) -> BucketMerger:
+    """For a model whose parameters come with these buckets."""
+    parameters = sum(len(one.bucket.layout.slots) for one in buckets)
+    return BucketMerger(enough, parameters, sum(one.bucket.flat.nbytes for one in buckets))
+
+
 def test_nobody_waits_for_the_last_bucket():
-    merger, buckets = BucketMerger(enough=40, parameters=5), make_buckets(4, 6, 3, 2, 5)
+    buckets = make_buckets(4, 6, 3, 2, 5)
+    merger = make_merger(80, buckets)
     assert cut(merger, buckets) == [[], [[4, 6]], [], [], [[3, 2], [5]], []]
     # Now it knows that the fifth is the last.
     assert cut(merger, buckets) == [[], [[4, 6]], [], [[3, 2]], [[5]], []]
 
 
+def test_units_are_smaller_where_a_backward_begins_and_ends():
+    buckets = make_buckets(*[10] * 20)
+    merger = make_merger(160, buckets)
+    for _ in range(2):
+        units = chain(*cut(merger, buckets))
+        assert [len(unit) for unit in units] == [2, 2, 4, 4, 3, 2, 2, 1]
+
+
+def test_an_embedding_at_the_end_leaves_the_units_before_it_small():
+    """As many bytes as all the rest, and hardly any of the backward: what comes before it is sent at the very end too."""
+    buckets = make_buckets(*[10] * 40, 400)
+    units = [len(unit) for unit in chain(*cut(make_merger(160, buckets), buckets))]
+    assert units[-3:] == [4, 2, 1]
+
+
+def test_a_small_model_has_units_half_as_large():
+    buckets = make_buckets(*[10] * 9)
+    units = chain(*cut(make_merger(160, buckets), buckets))
+    assert [len(unit) for unit in units] == [2, 2, 2, 2, 1]
+
+
 def test_units_are_the_same_after_a_backward_of_other_buckets():
     sizes = {"a": 4, "b": 6, "c": 3, "d": 2, "e": 1, "f": 500}
-    merger, buckets = BucketMerger(28, len(sizes)), [bucket_of(n, sizes=sizes) for n in sizes]
+    buckets = [bucket_of(name, sizes=sizes) for name in sizes]
+    merger = make_merger(700, buckets)
     first = bucket_of(*sizes, sizes=sizes)
     assert cut(merger, [first]) == [[[516]], []]
     second, third = cut(merger, buckets), cut(merger, buckets)
-    assert list(chain(*second)) == list(chain(*third)) == [[4, 6], [3, 2, 1], [500]]
-    assert third[4] == [[3, 2, 1]], "what waits goes on when the last one is next"
+    assert list(chain(*second)) == list(chain(*third)) == [[4, 6, 3, 2, 1], [500]]
+    assert third[4] == [[4, 6, 3, 2, 1]], "what waits goes on when the last one is next"
 
 
 def test_a_backward_with_fewer_buckets_ends_with_what_waits():
-    merger, buckets = BucketMerger(enough=1000, parameters=4), make_buckets(1, 2, 3)
+    buckets = make_buckets(1, 2, 3)
+    merger = BucketMerger(enough=1000, parameters=4, nbytes=28)
     assert cut(merger, buckets) == [[], [], [], [[1, 2, 3]]]
     assert cut(merger, buckets[1:]) == [[], [], [[2, 3]]]
 
@@ -105,7 +135,7 @@ def run(method: tw.Method, merge_bytes: int, bad_step: int | None = None, order=
                 flats[rank].append(flat)
                 cluster.reducers[rank].reduce(Bucket(layout, flat))
         for reducer in cluster.reducers:
-            reducer.flush()
+            reducer.end_backward()
         cluster.ranks.run()
         held = [cluster.residuals(rank) for rank in range(WORLD)]
         results.append(([torch.cat(one) for one in flats], held))
@@ -147,7 +177,7 @@ def test_a_bucket_of_a_backward_that_failed_does_not_join_the_next_one():
     layouts = {name: cluster.layouts_of([name])[0] for name in "ab"}
     left_behind = reducer.reduce(Bucket(layouts["a"], torch.ones(50)))
     futures = [reducer.reduce(Bucket(layouts[n], torch.ones(layouts[n].numel))) for n in "ab"]
-    reducer.flush()
+    reducer.end_backward()
     cluster.ranks.run()
     with pytest.raises(ExchangeError, match="before its last bucket"):
         left_behind.wait()
@@ -165,7 +195,7 @@ def test_buckets_of_two_dtypes_are_not_joined():
         reducer.reduce(Bucket(layout, flat))
         for layout, flat in zip((first, narrow), flats, strict=True)
     ]
-    reducer.flush()
+    reducer.end_backward()
     cluster.ranks.run()
     assert [future.value().dtype for future in futures] == [torch.float32, torch.bfloat16]
 

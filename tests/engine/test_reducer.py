@@ -16,7 +16,8 @@ import thinwire as tw
 from tests.contracts.cluster import Cluster, parameter, same_bits, sparse
 from thinwire.engine.bucket_plan import deliver_nothing
 from thinwire.engine.drivers import InlineDriver, ThreadDriver
-from thinwire.engine.network import Network, private_group
+from thinwire.engine.groups import private_group
+from thinwire.engine.network import Network
 from thinwire.engine.reducer import Reducer
 from thinwire.engine.virtual import VirtualCluster
 from thinwire.errors import ExchangeError, UsageError
@@ -65,6 +66,8 @@ def named_job(rank: int, world: int) -> list[Tensor]:
             assert torch.equal(tensors[name], update)
             assert torch.equal(immediate[name], update)
         results.append(flat)
+        for reducer in (background, named, at_once):
+            reducer.end_backward()
     for reducer in (background, named, at_once):
         reducer.close()
     return results
@@ -171,6 +174,7 @@ def test_what_a_bad_step_delivers_is_the_callers_choice(nothing):
     futures = [r.reduce_named(g) for r, g in zip(reducers, gradients, strict=True)]
     ranks.run()
     for reducer, future, delivered in zip(reducers, futures, gradients, strict=True):
+        reducer.end_backward()
         assert bool(reducer.verdict())
         future.wait()
         for update in delivered.values():
@@ -202,6 +206,7 @@ def run_shards(part: int) -> tuple[list[Tensor], Reducer]:
     before = [flat.clone() for flat in flats]
     for reducer, flat in zip(reducers, flats, strict=True):
         reducer.reduce(Bucket(layout, flat))
+        reducer.end_backward()
     ranks.run()
     for slot in layout.slots:
         total = 2 * slot.view(flats[0]) + sum(

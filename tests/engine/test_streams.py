@@ -157,3 +157,25 @@ def test_programs_hold_what_the_programs_inside_them_hold():
     assert found == {0.0, 1.0}
     program.close()
     assert find_held(program) == []
+
+
+def test_a_program_that_several_know_is_looked_into_once():
+    """As a local variable, and as what is run: with every program around it there were twice as many ways to it."""
+
+    def around(depth: int):
+        made = torch.full((), float(depth))
+        if depth:
+            inside = around(depth - 1)
+            yield from inside
+        else:
+            yield (Sum(torch.zeros(1)),)
+        return made
+
+    depth = 12
+    program = around(depth)
+    next(program)
+    held = find_held(program)
+    tensors = [float(one) for one in held if isinstance(one, Tensor)]
+    assert set(tensors) == set(range(depth + 1))
+    assert len(held) < 6 * depth
+    program.close()

@@ -20,9 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 import thinwire as tw
-from tests.gpu.seats import Check, Seat, Skip, make_method, run_script
+from tests.gpu.seats import NAMED, Check, Seat, Skip, make_method, run_script
 from tests.models import batches, make_cnn
-from thinwire.tools.methods import METHODS
 
 STEPS = 12
 MOMENTUM = 0.9
@@ -45,7 +44,7 @@ class Training:
         self.seat = seat
         self.model = make_cnn().to(seat.device)
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=bucket_kb / 1024)
-        rate = LEARNING_RATE * METHODS[name].lr_scale
+        rate = LEARNING_RATE * NAMED[name].lr_scale
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=rate, momentum=MOMENTUM)
         self.method = make_method(name)
         self.handle = tw.attach(
@@ -206,4 +205,4 @@ CHECKS: dict[str, Check] = {
 }
 
 if __name__ == "__main__":
-    run_script("The multi-rank contracts of every method.", CHECKS, list(METHODS))
+    run_script("The multi-rank contracts of every method.", CHECKS, list(NAMED))

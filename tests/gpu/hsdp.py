@@ -164,13 +164,15 @@ def make_accelerator(replicas: int) -> Any:
 
 
 def check_accelerate(seat: Seat, name: str) -> str:
-    if seat.device.type != "cuda":
-        raise Skip("Accelerate shards models on accelerators only")
     try:
-        accelerator = make_accelerator(seat.world // 2)
+        from accelerate.state import DistributedType, PartialState
     except ImportError as error:
         raise Skip(f"Accelerate is not installed: {error}") from None
+    if PartialState().distributed_type == DistributedType.MULTI_CPU:
+        raise Skip("Accelerate shards models on accelerators only")
     from thinwire.integrations.accelerate import compress
+
+    accelerator = make_accelerator(seat.world // 2)
 
     data = make_data(seat, 2 * STEPS)
     folder = Path(tempfile.gettempdir(), f"thinwire-accelerate-{name}")

@@ -6,7 +6,8 @@ Each script runs once per rank, on NCCL with a GPU and on gloo without, started 
     torchrun --nproc-per-node 4 -m tests.gpu.contracts --device cpu adtopk topk
 
 A verdict is saved as soon as it is known, and what has one is not run again: after a crash the same command goes on
-with the next check. Exit codes: 0 all is well, 1 something is broken, 75 start again for the rest.
+with the next check. A check that takes longer than `--limit` is one that hangs: its verdict says where, what all threads
+did is in the output, and the processes end. Exit codes: 0 all is well, 1 something is broken, 75 start again for the rest.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ import faulthandler
 import json
 import logging
 import os
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +33,29 @@ import torch
 import torch.distributed as dist
 
 from thinwire.tools.files import write_text
-from thinwire.tools.methods import METHODS, build_method, keep_taken
+from thinwire.tools.methods import METHODS, Preset
 
 OK = "ok"
 BROKEN = "broken"
 SKIPPED = "skipped"
 CRASHED = "crashed"
+HUNG = "hung"
 STARTED = "started"
 EXIT_BROKEN = 1
 EXIT_AGAIN = 75
 TIMEOUT = timedelta(seconds=60)
 NOTE_LINES = 8
-HANGS_S = 25
-"""A check that takes longer tells where it is."""
+LIMIT_S = 20.0
+TELLING_S = 1.0
+"""For the other ranks to tell where they are, before this one ends and all are ended."""
+
+
+NAMED = {
+    **METHODS,
+    "quantized-16bit": Preset("Quantized", bits=16),
+    "quantized-fp8": Preset("Quantized", bits="fp8"),
+}
+"""What scripts can be asked for: the names of the registry, and the codes that have none there."""
 
 
 class Skip(Exception):
@@ -71,8 +86,10 @@ Check = Callable[[Seat, str], str | None]
 
 
 def make_method(name: str) -> Any:
+    preset = NAMED[name]
     # Small enough for a small model to be compressed by every method.
-    return build_method(name, keep_taken(name, density=0.05, rank=2))
+    small = {"density": 0.05, "rank": 2}
+    return preset.build({key: value for key, value in small.items() if preset.takes(key)}, name)
 
 
 def take_seat(device: str) -> Seat:
@@ -125,9 +142,14 @@ def read_verdicts(path: Path) -> list[dict[str, Any]]:
 
 
 def run_checks(
-    seat: Seat, book: VerdictBook, methods: Sequence[str], checks: Mapping[str, Check]
+    seat: Seat,
+    book: VerdictBook,
+    methods: Sequence[str],
+    checks: Mapping[str, Check],
+    limit: float | None = None,
 ) -> int:
-    """Every check of every method that has no verdict yet; the exit code."""
+    """Every check of every method that has no verdict yet; the exit code. The process ends in a check that takes more seconds
+    than `limit`."""
     # Only rank 0 has read the file; all must agree on what is left.
     book.verdicts = seat.gather(book.verdicts)[0]
     done = set(book.verdicts)
@@ -137,10 +159,9 @@ def run_checks(
                 continue
             book.put(name, title, STARTED)
             began = time.monotonic()
-            faulthandler.dump_traceback_later(HANGS_S)
-            mine = judge(seat, name, check)
-            verdicts = seat.gather(mine)
-            faulthandler.cancel_dump_traceback_later()
+            with limited(limit, partial(book.put, name, title, HUNG, seconds=limit)):
+                mine = judge(seat, name, check)
+                verdicts = seat.gather(mine)
             status, note = combine(verdicts)
             seconds = round(time.monotonic() - began, 2)
             book.put(name, title, status, seconds=seconds, note=note)
@@ -153,7 +174,33 @@ def run_checks(
                 return EXIT_AGAIN
             if status == BROKEN and not device_works(seat):
                 return EXIT_AGAIN
-    return EXIT_BROKEN if book.count(BROKEN, CRASHED) else 0
+    return EXIT_BROKEN if book.count(BROKEN, CRASHED, HUNG) else 0
+
+
+@contextmanager
+def limited(seconds: float | None, put: Callable[..., None]) -> Iterator[None]:
+    """End the process if the block takes longer. What all threads do is printed, and what the caller does is `put` as a note."""
+    if seconds is None:
+        yield
+        return
+    caller = threading.get_ident()
+
+    def give_up() -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        put(note="".join(traceback.format_stack(sys._current_frames()[caller])[-NOTE_LINES:]))
+        time.sleep(TELLING_S)
+        os._exit(EXIT_AGAIN)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    # Needs no thread of Python's: whoever hangs may never let another one run.
+    faulthandler.dump_traceback_later(seconds + 2 * TELLING_S, exit=True)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def judge(seat: Seat, name: str, check: Check) -> tuple[str, str]:
@@ -190,18 +237,19 @@ def device_works(seat: Seat) -> bool:
 def run_script(description: str, checks: Mapping[str, Check], methods: Sequence[str]) -> None:
     """The main function of a rank script; ends the process."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("methods", nargs="*", help="names of the registry; default all that apply")
+    parser.add_argument("methods", nargs="*", help="by name; default all that apply")
     parser.add_argument(
         "--out", type=Path, help="JSON file of the verdicts; what is in it is not run again"
     )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a check")
     options = parser.parse_args()
-    unknown = [name for name in options.methods if name not in METHODS]
+    unknown = [name for name in options.methods if name not in NAMED]
     if unknown:
-        parser.error(f"{unknown[0]!r} is no method; there are {', '.join(METHODS)}")
+        parser.error(f"{unknown[0]!r} is no method; there are {', '.join(NAMED)}")
     seat = take_seat(options.device)
     book = VerdictBook(options.out, writes=seat.rank == 0)
-    code = run_checks(seat, book, options.methods or methods, checks)
+    code = run_checks(seat, book, options.methods or methods, checks, options.limit)
     if code != EXIT_AGAIN:
         dist.barrier()
     # Not through the interpreter's end, where a broken group would be waited for.

@@ -7,7 +7,7 @@ import torch
 
 import thinwire as tw
 from tests.gpu.test_picked import SHAPES
-from tests.kernels.test_agreed import METHODS, compare, topk
+from tests.kernels.test_agreed import METHODS, compare, topk, wrong
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,4 +32,11 @@ def test_narrow_gradients(kernels, name, dtype):
 @pytest.mark.parametrize("name", ALL)
 def test_narrow_memories(kernels, name, storage):
     method = ALL[name](memory=tw.memory.Residual(storage=storage))
-    compare(kernels, method, shapes=SHAPES, device="cuda", packed=True)
+    compare(kernels, method, shapes=SHAPES, device="cuda", packed=True, discard=(1,))
+
+
+@pytest.mark.parametrize("restorable", [False, True])
+@pytest.mark.parametrize("name", ALL)
+def test_bad_and_discarded_steps_and_slots_without_a_gradient(kernels, name, restorable):
+    options = {"change": wrong, "discard": (0, 4), "restorable": restorable}
+    compare(kernels, ALL[name](), world=2, steps=6, device="cuda", **options)

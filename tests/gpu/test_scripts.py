@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tests.gpu.seats import (
     CRASHED,
     EXIT_AGAIN,
     EXIT_BROKEN,
+    HUNG,
     OK,
     SKIPPED,
     STARTED,
@@ -49,6 +52,13 @@ def test_scripts_find_nothing_broken_on_gloo(pools, tmp_path, script):
     assert [v["status"] for v in verdicts if v["method"] == methods[0]].count(SKIPPED) == 0
 
 
+def test_every_code_of_quantised_sums_keeps_the_contracts_on_gloo(pools, tmp_path):
+    path = tmp_path / "verdicts.json"
+    methods = ["quantized-2bit", "quantized-16bit", "quantized-fp8"]
+    assert pools(3).run(script_job, "contracts", methods, str(path)) == [0, 0, 0]
+    assert {verdict["status"] for verdict in read_verdicts(path)} == {OK}
+
+
 def failing_job(rank: int, world: int, path: str) -> int:
     def alone(seat: Seat, name: str) -> None:
         assert seat.rank != 1, "only here"
@@ -81,6 +91,31 @@ def test_a_script_goes_on_after_a_failure_and_after_a_restart(pools, tmp_path):
     assert "rank 1" in notes["alone"] and "only here" in notes["alone"]
     assert pools(2).run(failing_job, str(path)) == [EXIT_BROKEN, EXIT_BROKEN]
     assert statuses(path)["last"] == SKIPPED
+
+
+HANGING = """
+import sys, time
+from functools import partial
+from pathlib import Path
+from tests.gpu.seats import HUNG, VerdictBook, limited
+
+def sleep_for_long():
+    time.sleep(60)
+
+book = VerdictBook(Path(sys.argv[1]), writes=True)
+with limited(0.1, partial(book.put, "topk", "sleep", HUNG)):
+    sleep_for_long()
+"""
+
+
+def test_a_check_that_hangs_says_where_and_ends_its_process(tmp_path):
+    path = tmp_path / "verdicts.json"
+    command = [sys.executable, "-c", HANGING, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == EXIT_AGAIN
+    assert "in sleep_for_long" in done.stderr
+    (verdict,) = read_verdicts(path)
+    assert verdict["status"] == HUNG and "in sleep_for_long" in verdict["note"]
 
 
 def statuses(path: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ import torch
 
 import thinwire as tw
 from tests.gpu.test_picked import SHAPES
-from tests.kernels.test_split import LARGE, compare, oktopk, topkdsa
+from tests.kernels.test_split import LARGE, compare, oktopk, topkdsa, wrong
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,3 +47,22 @@ def test_what_is_not_finite(kernels):
                 one["long"][5] = 3e38
 
     compare(kernels, oktopk(), shapes=LARGE, device="cuda", change=change, steps=5, discard=(3,))
+
+
+@pytest.mark.parametrize("restorable", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_gradients_that_are_discarded(kernels, dtype, restorable):
+    options = {"device": "cuda", "dtype": dtype, "restorable": restorable}
+    compare(kernels, oktopk(), shapes=SHAPES, steps=4, discard=(0, 2), **options)
+
+
+@pytest.mark.parametrize("storage", ["bf16", "int8"])
+def test_narrow_memories(kernels, storage):
+    method = oktopk(memory=tw.memory.Residual(storage=storage))
+    compare(kernels, method, shapes=SHAPES, device="cuda", packed=True, discard=(1,))
+
+
+@pytest.mark.parametrize("restorable", [False, True])
+def test_zeros_ties_cancelled_sums_and_what_is_not_finite(kernels, restorable):
+    options = {"change": wrong, "discard": (3,), "restorable": restorable}
+    compare(kernels, oktopk(), world=2, steps=5, device="cuda", **options)

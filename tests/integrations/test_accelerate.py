@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,14 @@ def start(momentum: float = 0.9, **options: Any) -> tuple[Any, ...]:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+    return accelerator, *prepare(accelerator, momentum)
+
+
+def prepare(accelerator: Any, momentum: float = 0.9) -> tuple[Any, ...]:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=1e-3)
     loader = torch.utils.data.DataLoader(make_data(), batch_size=8)
-    return accelerator, *accelerator.prepare(model, optimizer, loader)
+    return tuple(accelerator.prepare(model, optimizer, loader))
 
 
 def train(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any, batches: int) -> None:
@@ -110,6 +117,49 @@ def test_two_models_of_one_accelerator_have_files_of_their_own(workers, tmp_path
     for names, closed in workers.run(two_models_job, tmp_path):
         assert names == ["thinwire2_0.pt", "thinwire2_0.pt", "thinwire_0.pt"]
         assert closed
+
+
+def anew_job(rank: int, world: int, folder: Path) -> bool:
+    """A second model in place of the first, as where a job begins anew in one process."""
+    from thinwire.integrations.accelerate import compress
+
+    as_launched(rank, world)
+    accelerator, model, optimizer, loader = start()
+    handle = compress(accelerator, model, METHOD)
+    train(accelerator, model, optimizer, loader, 4)
+    accelerator.save_state(str(folder))
+    held = [handle.residual("0.weight")]
+    handle.close()
+    accelerator.free_memory()
+
+    model, *_ = prepare(accelerator)
+    handle = compress(accelerator, model, METHOD)
+    accelerator.load_state(str(folder))
+    held.append(handle.residual("0.weight"))
+    handle.close()
+    return bool(held[0].any()) and torch.equal(*held)
+
+
+def test_a_handle_in_place_of_a_closed_one_finds_its_files(workers, tmp_path):
+    assert workers.run(anew_job, tmp_path) == [True, True]
+
+
+@pytest.mark.slow
+def test_what_accelerate_shards_resumes_as_if_nothing_had_happened(tmp_path):
+    """Accelerate shards models on accelerators only; the script tells it that the CPU is one."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"),
+            *("-m", "tests.scripts.accelerate_on_cpu", "topk", "adtopk", "dense"),
+        ],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.count("resumed, differs by 0") == 3
 
 
 def test_one_process_gets_a_sentence():

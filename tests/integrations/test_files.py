@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from tests.contracts.cluster import sparse
 from tests.integrations.common import METHOD, are_identical, flat, make_model
+from tests.sharded import make_mesh
+from tests.sharded import make_model as make_sharded
+from tests.sharded import train as train_sharded
 from thinwire.integrations import load_rank, save_rank
 
 
@@ -128,3 +133,60 @@ def test_ranks_that_find_different_things_all_stop(pools, saved, damage):
 def test_files_of_more_ranks_from_an_earlier_time_do_no_harm(pools, saved):
     (saved / "thinwire_2.pt").write_bytes(b"old")
     pools(3).run(other_world_job, saved, "mean")
+
+
+def save_shards_job(rank: int, world: int, folder: Path) -> None:
+    model = make_sharded(make_mesh(2, 2))
+    handle = tw.attach(model, sparse())
+    train_sharded(model, 3)
+    save_rank(handle, folder)
+    handle.close()
+
+
+def load_shards_job(
+    rank: int, world: int, folder: Path, shape: tuple[int, int], on_world_change: str | None
+) -> str:
+    """What it says, or whether every shard has the mean of its own files, or nothing."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    handle = tw.attach(make_sharded(mesh), sparse())
+    name = "blocks.0.up.weight"
+    try:
+        assert load_rank(handle, folder, on_world_change=on_world_change)
+        assert handle.stats().steps == 3
+        held = handle.residual(name)
+        if on_world_change == "reset":
+            return f"nothing: {not held.any()}"
+        files = [folder / f"thinwire_{number}.pt" for number in (rank, rank + 2)]
+        saved = [torch.load(file, weights_only=True)["ranks"] for file in files]
+        first, second = (saved[r][f"rank{r}"]["memory"]["residual"][name] for r in range(2))
+        return f"mean: {torch.equal(held, ((first.double() + second) / 2).float())}"
+    except (tw.UsageError, tw.ExchangeError) as error:
+        return str(error)
+    finally:
+        handle.close()
+
+
+@pytest.fixture
+def saved_shards(sharded, tmp_path: Path) -> Path:
+    """By two replicas of two shards."""
+    sharded.run(save_shards_job, tmp_path)
+    return tmp_path
+
+
+def test_another_number_of_replicas_takes_the_mean_of_the_same_shard(pools, saved_shards):
+    assert pools(2).run(load_shards_job, saved_shards, (1, 2), "mean") == ["mean: True"] * 2
+
+
+def test_other_shards_begin_with_nothing_or_are_told_what_reads_them(sharded, saved_shards):
+    assert sharded.run(load_shards_job, saved_shards, (1, 4), "reset") == ["nothing: True"] * 4
+    for text in sharded.run(load_shards_job, saved_shards, (4, 1), "mean"):
+        assert "state belongs to shard 0 of 2, this is shard 0 of 1; only a distributed" in text
+
+
+def test_all_shards_stop_where_the_files_of_one_differ(sharded, saved_shards):
+    file = saved_shards / "thinwire_3.pt"
+    state = torch.load(file, weights_only=True)
+    state["ranks"]["rank1"]["step"] = 2
+    torch.save(state, file)
+    for text in sharded.run(load_shards_job, saved_shards, (2, 2), None):
+        assert "the saved state differs between ranks" in text

@@ -9,7 +9,8 @@ from tests.kernels.comparing import SHAPES, begin_step, compare_steps
 from thinwire.memory.adam import AdamMomentum, AdamSettings
 from thinwire.memory.refresh import Refresh
 
-ADAM = AdamSettings(0.9, 0.95, 1e-8, 10, 0)
+# One exchange came before, so that of two the first is a refresh.
+ADAM = AdamSettings(0.9, 0.95, 1e-8, 10, -1)
 STORES = ("residual", "momentum", "second_moment")
 MEMORIES = {
     "frozen": {},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from types import SimpleNamespace
 
@@ -102,6 +103,15 @@ def test_every_source_names_its_first_kernel():
     for file in files:
         found = binaries.KERNEL.search(source_of(str(file), ()))
         assert found is not None and f"{found[1]}(" in source_of(str(file), ())
+
+
+def test_a_folder_that_was_copied_is_as_good(compiled, tmp_path, monkeypatch):
+    binaries.load_module(SOURCE)
+    shutil.copytree(cache.cache_folder(), tmp_path / "copy")
+    monkeypatch.setenv("THINWIRE_CACHE", os.fspath(tmp_path / "copy"))
+    new_process()
+    binaries.load_module(SOURCE)
+    assert len(compiled) == 1
 
 
 # -- nobody gets in ----------------------------------------------------------------------------------------------

@@ -99,6 +99,14 @@ def test_the_prompt_shows_sentences(handle):
     assert repr(handle.stats()).startswith("Stats(steps=3, ")
 
 
+def test_the_plan_says_who_does_the_work(handle):
+    *_, kernels, dense = str(handle.plan()).splitlines()
+    why = "the kernels for exact top-k do not run on cpu"
+    assert kernels == f"work on 0.weight is done by torch: {why}"
+    assert dense == "work on 0.bias, 1.weight and 1 more is done by torch"
+    assert f"<p>{kernels}</p><p>{dense}</p>" in handle.plan()._repr_html_()
+
+
 def test_notebooks_show_tables(handle):
     assert "<td>0.weight</td><td>64x64</td>" in handle.plan()._repr_html_()
     assert "<td>MB per step sent</td>" in handle.stats()._repr_html_()

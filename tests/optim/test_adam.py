@@ -88,7 +88,7 @@ def recompute(steps: int, density: float, limit: float | None, every: int | None
                     p -= 0.05 / (1 - beta1**t) * m[name] / divisor
                     u[name], frozen[name] = [m[name]] * WORKERS, v[name] / (1 - beta2**t)
                     continue
-                if every is not None and (step - START) % every == 0:
+                if every is not None and (step - START + 1) % every == 0:
                     learned = START + (step - START) // every * min(every, 20)
                     raw = frozen[name] * (1 - beta2**learned)
                     w = beta2 ** min(every, 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,6 +22,7 @@ from tests.optim.adam_job import (
     train,
     train_plain,
 )
+from thinwire.errors import UsageError
 
 
 def test_a_trained_optimizer_may_start_at_once() -> None:
@@ -42,10 +44,70 @@ def test_the_dense_start_ends_when_the_second_moment_has_settled() -> None:
         train(optimizer, simulation, model, range(step, step + 1))
         turned.append(not simulation.plan()["0.weight"].dense)
     assert turned[-1] and not any(turned[:7])
-    strict = in_scale(start=tw.Settled(tolerance=1e-9, steps=4, at_least=4))
-    model, optimizer, simulation = start(strict)
-    train(optimizer, simulation, model, range(20))
-    assert simulation.plan()["0.weight"].dense
+
+
+def first_compressed(optimizer, simulation, model, steps: range) -> int | None:
+    """The step before which the dense start ended."""
+    for step in steps:
+        if not simulation.plan()["0.weight"].dense:
+            return step
+        train(optimizer, simulation, model, range(step, step + 1))
+    return None
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_the_usual_rule_ends_the_dense_start(beta2: float, caplog) -> None:
+    options = {"betas": (0.9, beta2), "lr": 0.003}
+    model, optimizer, simulation = start(in_scale(start=tw.Settled()), options=options)
+    assert first_compressed(optimizer, simulation, model, range(500)) in range(100, 500)
+    assert not [one for one in caplog.records if "not settled" in one.message]
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_an_optimizer_that_has_learned_is_only_watched(beta2: float) -> None:
+    """Its moments are corrected by its own steps, not by the handle's."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, betas=(0.9, beta2))
+    for step in range(200):
+        step_plain(model, optimizer, step)
+    method = in_scale(start=tw.Settled())
+    simulation = tw.simulate(model, method, workers=WORKERS, optimizer=optimizer)
+    assert first_compressed(optimizer, simulation, model, range(200)) in (100, 150)
+
+
+def test_what_stays_dense_need_not_settle() -> None:
+    model = nn.ModuleList([nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    method = in_scale(start=tw.Settled(steps=10, at_least=20))
+    rules = [tw.rule("1.weight", dense=True)]
+    simulation = tw.simulate(model, method, workers=1, optimizer=optimizer, policy=rules)
+    for step in range(20):
+        simulation.step(lambda x: (model[0].weight + 2**x * model[1].weight).sum(), [(step,)])
+        optimizer.step()
+    assert not simulation.plan()["0.weight"].dense
+
+
+def test_the_dense_start_ends_at_the_latest_with_a_warning(caplog) -> None:
+    rule = tw.Settled(tolerance=1e-9, steps=4, at_least=4, at_most=21)
+    model, optimizer, simulation = start(in_scale(start=rule))
+    assert first_compressed(optimizer, simulation, model, range(40)) == 21
+    assert len([one for one in caplog.records if "not settled" in one.message]) == 1
+    with pytest.raises(UsageError, match="at_most is 3"):
+        tw.Settled(at_least=4, at_most=3)
+
+
+def test_the_first_refresh_comes_late() -> None:
+    """What the dense start has just taught is used before it is mixed with a single mean."""
+    model, optimizer, simulation = start(in_scale(divisor=tw.memory.Refresh(every=3)))
+    train(optimizer, simulation, model, range(START))
+    held = simulation.handles[0].reducer.assignments.held
+    before, changed = held("0.weight", "second_moment"), []
+    for step in range(START, START + 7):
+        train(optimizer, simulation, model, range(step, step + 1))
+        now = held("0.weight", "second_moment")
+        changed.append(not torch.equal(now, before))
+        before = now
+    assert changed == [False, False, True, False, False, True, False]
 
 
 def test_switching_to_dense_sends_what_is_held_and_is_adamw_again() -> None:
@@ -115,13 +177,31 @@ def test_rare_rows_are_limited_by_the_floor() -> None:
         assert ((words.weight.detach() - before).abs().max() > 1.0) == wild
 
 
-def test_plain_top_k_with_adam_warns_once_with_the_remedy(caplog) -> None:
+def after_dense(method: tw.Method) -> tw.Timeline:
+    return tw.Timeline(phases=((0, tw.Dense()), (5, method)))
+
+
+@pytest.mark.parametrize("method", [tw.TopK(density=0.01), after_dense(tw.TopK(density=0.01))])
+def test_plain_top_k_with_adam_warns_once_with_the_remedy(method: tw.Method, caplog) -> None:
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    tw.simulate(model, tw.TopK(density=0.01), workers=2, optimizer=optimizer)
-    assert [record for record in caplog.records if "tw.AdamScale" in record.message]
+    tw.simulate(model, method, workers=2, optimizer=torch.optim.AdamW(model.parameters()))
+    assert len([one for one in caplog.records if "tw.AdamScale" in one.message]) == 1
     caplog.clear()
-    tw.simulate(model, tw.Dense(), workers=2, optimizer=optimizer)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    tw.simulate(model, tw.TopK(density=0.01), workers=2, optimizer=sgd)
-    assert not [record for record in caplog.records if "AdamScale" in record.message]
+    tw.simulate(model, method, workers=2, optimizer=sgd)
+    assert not [one for one in caplog.records if "AdamScale" in one.message]
+
+
+QUIET = [
+    tw.Dense(),
+    tw.Quantized(bits=4),
+    after_dense(tw.Quantized(bits=4)),
+    tw.AdamScale(method=tw.TopK(density=0.01)),
+]
+
+
+@pytest.mark.parametrize("method", QUIET, ids=lambda method: type(method).__name__)
+def test_what_adam_can_step_behind_warns_of_nothing(method: tw.Method, caplog) -> None:
+    model = make_model()
+    tw.simulate(model, method, workers=2, optimizer=torch.optim.AdamW(model.parameters()))
+    assert not [one for one in caplog.records if "AdamScale" in one.message]

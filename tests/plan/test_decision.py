@@ -65,6 +65,12 @@ def test_a_fixed_method_is_compared_with_what_would_be_chosen() -> None:
     assert "dense would take" in str(advise_fixed(profile, fast, few, 0.060))
 
 
+def test_workers_that_share_a_device_wait_for_it_and_not_for_its_host() -> None:
+    alone, shared = (SOME.at(1_000_000, 4, 4, sharing) for sharing in (1, 3))
+    assert alone == pytest.approx((3e-5, 2e-5))
+    assert shared == pytest.approx((1e-5 + 3 * 2e-5, 1e-5 + 3 * 1e-5))
+
+
 def test_what_is_sent_in_some_steps_only_counts_by_its_share() -> None:
     profile = describe()
     work = {**profile.work, "adam-int1": SOME}
@@ -78,7 +84,7 @@ def test_what_is_sent_in_some_steps_only_counts_by_its_share() -> None:
         sum(sent_bytes(traffic.rounds(profile.infos(unit), method)) for unit in profile.units)
         for method in (chosen[1].method, chosen[1].method.seldom[1])
     )
-    assert usual < 0.2 * fuller
+    assert usual < 0.3 * fuller
     assert sent == pytest.approx(usual + (fuller - usual) / 50)
 
 

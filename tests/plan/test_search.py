@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from thinwire.plan.prices import Line, LinkPrices, MeasuredPrices, Travel, fit_line
 from thinwire.plan.search import Level, find_best, find_fastest
-from thinwire.plan.step_model import Conditions, Cost, predict_step
+from thinwire.plan.step_model import Conditions, Cost, find_dearness, predict_step
 
 small = st.integers(0, 20).map(float)
 costs = st.tuples(small, small, small, small, st.integers(0, 5).map(float)).map(
@@ -28,7 +28,6 @@ def lines(draw: st.DrawFn) -> tuple[Conditions, list[list[Level]]]:
     conditions = Conditions(
         tuple(itertools.accumulate(gaps)),
         draw(small),
-        draw(st.sampled_from([1, 4])),
         draw(st.booleans()),
         draw(st.sampled_from([0.0, 4.0, 9.0])),
     )
@@ -89,10 +88,23 @@ def test_small_buckets_wait_for_each_other_and_pay_one_latency() -> None:
     assert [span.sent for span in alone.spans] == [0.0, 4.0, 8.0]
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.7, 3.0])
+def test_a_link_is_as_dear_as_a_measured_step_says(factor: float) -> None:
+    conditions = Conditions((0.0, 4.0, 8.0), 2.0)
+
+    def costs(times: float) -> list[Cost]:
+        return [Cost(0.1, 4.0 * times, 0.2, 1.0 * times, 10.0)] * 3
+
+    measured = predict_step(conditions, costs(factor)).step_s
+    assert find_dearness(conditions, costs(1.0), measured) == pytest.approx(factor, rel=0.02)
+    # Whatever else makes a step ten times as long, it is not the link.
+    assert find_dearness(conditions, costs(1.0), 10 * measured) == pytest.approx(4.0, rel=0.01)
+
+
 def test_a_model_of_forty_buckets_is_decided_quickly() -> None:
     draw = random.Random(0)
     ready = tuple(itertools.accumulate(draw.uniform(0.5e-3, 4e-3) for _ in range(40)))
-    conditions = Conditions(ready, 30e-3, 4, coalesce_bytes=512 << 10)
+    conditions = Conditions(ready, 30e-3, coalesce_bytes=512 << 10)
     options = []
     for _ in ready:
         size = draw.uniform(1e6, 9e6)

@@ -41,6 +41,9 @@ class BackwardPass:
 
     def begin(self, synchronising: bool) -> None:
         self.synchronising = synchronising
+        if self._futures and not self.handle.closed:
+            # Of a backward that failed. Their exchanges write into the buckets that are filled now.
+            self.handle.reducer.abandon()
         self._futures = []
         for buffer in self.buffers:
             buffer.reset()
@@ -68,6 +71,9 @@ class BackwardPass:
             self._start()
         for buffer, future in zip(self.buffers, self._futures, strict=True):
             yield buffer, future.wait()
+        self._futures = []
+        if not self.handle.closed:
+            self.handle.reducer.end_backward()
 
     @property
     def incomplete(self) -> bool:

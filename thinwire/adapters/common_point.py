@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardedAlong
-from torch.optim import Optimizer
 
 from thinwire.engine.network import broadcast_into
 from thinwire.errors import UsageError
@@ -104,6 +102,12 @@ class CommonPoint:
             for name in fragment.names:
                 self.tensors[name].grad = None
 
+    def subtract(self, fragment: Fragment) -> None:
+        """point = point - what the fragment's buckets hold, without the outer optimizer."""
+        for name, update in self._views(fragment):
+            tensor = self.tensors[name].detach()
+            tensor.sub_(update.to(tensor.device))
+
     def move_parameters(self, fragment: Fragment, keep_local: float) -> None:
         """parameter = keep_local x parameter + (1 - keep_local) x point."""
         for name in fragment.names:
@@ -133,25 +137,12 @@ class CommonPoint:
         for name, tensor in self.tensors.items():
             tensor.detach().copy_(saved[name])
 
-    def share(self, outer: Optimizer, steps: int, root: int, group: dist.ProcessGroup) -> int:
-        """Give all ranks of the group the point, the outer optimizer's state and the count of steps of rank `root`."""
+    def share(self, root: int, group: dist.ProcessGroup) -> None:
+        """Give all ranks of the group the point of rank `root`."""
         for name, tensor in self.tensors.items():
-            device = local_part(self.parameters[name]).device
-            travelling = tensor.detach().to(device)
+            travelling = tensor.detach().to(local_part(self.parameters[name]).device)
             broadcast_into(travelling, root, group)
             tensor.detach().copy_(travelling)
-        buffer = io.BytesIO()
-        torch.save({"outer": outer.state_dict(), "steps": steps}, buffer)
-        device = local_part(next(iter(self.parameters.values()))).device
-        raw = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
-        size = torch.tensor([raw.numel()], device=device)
-        broadcast_into(size, root, group)
-        if raw.numel() != int(size):
-            raw = torch.empty(int(size), dtype=torch.uint8, device=device)
-        broadcast_into(raw, root, group)
-        shared = torch.load(io.BytesIO(bytes(raw.cpu().tolist())), weights_only=True)
-        outer.load_state_dict(shared["outer"])
-        return int(shared["steps"])
 
     def _views(self, fragment: Fragment) -> Iterator[tuple[str, Tensor]]:
         for bucket in fragment.buckets:

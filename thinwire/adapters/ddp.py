@@ -126,6 +126,8 @@ class DdpHook:
         self._task = -1
         """Autograd's number of the backward that is running, or was the last one."""
         self._error: Exception | None = None
+        self._complete = False
+        """Whether the last bucket of this backward has come."""
         module.register_comm_hook(None, self.hook)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -160,13 +162,16 @@ class DdpHook:
             self.handle.reducer.reduce(Bucket(layout, bucket.buffer()), future)
         if bucket.is_last():
             self.handle.reducer.flush()
+            self._complete = True
+            if ends_unheard():
+                self._end_step()
         return future
 
     def _promise(self, flat: Tensor) -> Future[Tensor]:
         """The future that DDP waits for."""
         task = torch._C._current_graph_task_id()
-        if task == -1 or in_compiled_backward():
-            # Under `join()` nothing comes between us and who waits. Compiled autograd drops what is asked for at the end.
+        if ends_unheard():
+            # Nothing comes between us and who waits.
             self._stand_aside(joined=task == -1)
             return self.handle.reducer.driver.new_future()
         if task != self._task:
@@ -190,9 +195,16 @@ class DdpHook:
     def _raise_error(self) -> None:
         error, self._error = self._error, None
         if error is not None:
+            self._complete = False
             raise error
-        if not self.handle.closed:
+        if self._complete and not self.handle.closed:
+            self._end_step()
             look_at_replicas(self.handle.reducer)
+
+    def _end_step(self) -> None:
+        """All buckets have come, and the backward that they came from has ended."""
+        self._complete = False
+        self.handle.reducer.end_backward()
 
     def _layout(self, bucket: dist.GradBucket) -> BucketLayout:
         parameters = bucket.parameters()
@@ -214,6 +226,12 @@ class DdpHook:
                 tuple(slots), flat.numel(), flat.dtype, flat.device
             )
         return layout
+
+
+def ends_unheard() -> bool:
+    """Whether nobody is told when this backward ends: under `join()` there is none, and compiled autograd drops what is asked
+    for at the end."""
+    return torch._C._current_graph_task_id() == -1 or in_compiled_backward()
 
 
 class HookFuture(Future[Tensor]):

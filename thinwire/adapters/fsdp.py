@@ -293,7 +293,7 @@ class FsdpHook:
         """Deliver what was not delivered in place, and share the verdict."""
         units, pending = self._units, self._pending
         self._units, self._pending = [], []
-        self.handle.reducer.flush()
+        self.handle.reducer.end_backward()
         for one in pending:
             update = one.future.wait()
             if one.factor != 1:

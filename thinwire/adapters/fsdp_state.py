@@ -68,12 +68,16 @@ class ShardedTensors(WholeTensors):
         }
         return {**shared, "memory": memory, "columns": {self.column: own}}
 
+    def fits(self, content: Mapping[str, Any]) -> bool:
+        return self.column in content.get("columns", {})
+
     def unpack(self, content: Mapping[str, Any]) -> dict[str, Any]:
         columns = content.get("columns", {})
         if self.column not in columns:
             raise UsageError(
-                f"state belongs to {', '.join(columns) or 'whole parameters'}, this is {self.column}; each rank must load "
-                "its own, or all of them a distributed checkpoint by handle.load_checkpoint(path)"
+                f"state belongs to {', '.join(columns) or 'whole parameters'}, this is {self.column}; only a distributed "
+                "checkpoint can be read by other shards, with handle.load_checkpoint(path), and on_world_change='reset' "
+                "goes on with nothing held back"
             )
         memory = {
             store: {name: local_part(held) for name, held in contents.items()}

@@ -76,15 +76,16 @@ class Unit:
             name,
             shape,
             contiguous_strides(shape),
-            self._reduce_dtype(member.sharded_param.dtype),
+            self._reduce_dtype(member),
             kind_in_module(owner, local_name, member.sharded_param),
             type(owner),
             Shard(full, dim, offset, padding, shape[dim]) if cut else None,
         )
 
-    def _reduce_dtype(self, own: torch.dtype) -> torch.dtype:
-        policy = self._group.mp_policy
-        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or own
+    @staticmethod
+    def _reduce_dtype(member: Any) -> torch.dtype:
+        policy = member.mp_policy
+        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or member.sharded_param.dtype
         return dtype
 
     # -- where it is -------------------------------------------------------------------------------------------

@@ -6,13 +6,15 @@ optimizer applies its mean to the common point, and the workers go on from there
 1. begin: the bucket gets point - parameter, and the reducer sends it by its method;
 2. travel: `delay` inner steps go on meanwhile;
 3. finish: the outer optimizer steps the point, and parameters move to it.
+
+Workers may come to their end after different numbers of steps. Who is there already takes part in the rounds of the others, until
+all are there; what is left then is averaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch.optim import Optimizer
 from thinwire.adapters.checks import check_parameters
 from thinwire.adapters.common_point import CommonPoint, Fragment, cut_into_fragments
 from thinwire.adapters.handles import make_handle
+from thinwire.adapters.local_settings import LocalSettings
 from thinwire.engine.bucket_plan import deliver_nothing
 from thinwire.engine.drivers import Driver
 from thinwire.engine.failures import failing_as
@@ -32,69 +35,16 @@ from thinwire.engine.moving import refuse_to_move
 from thinwire.engine.network import broadcast_into
 from thinwire.engine.opaque import opaque
 from thinwire.errors import UsageError
+from thinwire.exchange.requests import Gather, Program
 from thinwire.handle import Handle
 from thinwire.layout import Bucket, describe_module, local_part
 from thinwire.methods.base import Method
 from thinwire.observe.stats import Stats
-from thinwire.plan.policy import Rule, check_settings
+from thinwire.plan.policy import check_settings
 from thinwire.plan.report import PlanReport
-from thinwire.validate import check_finite_number, check_instance, check_positive_int
+from thinwire.validate import check_instance
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 STATE_VERSION = 1
-
-
-def published_outer() -> dict[str, Any]:
-    """Settings of the outer SGD as DiLoCo publishes them."""
-    return {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalSettings:
-    """When rounds begin and end, and what they do. `LocalSteps` says what each means."""
-
-    every: int
-    outer: Mapping[str, Any] | MakeOptimizer = field(default_factory=published_outer)
-    fragments: int = 1
-    delay: int = 0
-    keep_local: float = 0.5
-    policy: Sequence[Rule] | None = None
-    deterministic: bool = False
-    point_device: str | torch.device | None = None
-    bucket_mb: float = 25
-
-    def __post_init__(self) -> None:
-        check_positive_int("every", self.every)
-        check_positive_int("fragments", self.fragments)
-        if self.fragments > self.every:
-            raise UsageError(
-                f"fragments is {self.fragments}; it must be at most every, {self.every}: one begins its round after a step"
-            )
-        check_finite_number("keep_local", self.keep_local)
-        if not 0 <= self.keep_local < 1:
-            raise UsageError(f"keep_local is {self.keep_local}; it must be from 0 to below 1")
-        shortest, delay = self.every // self.fragments, self.delay
-        if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < shortest:
-            raise UsageError(
-                f"delay is {delay!r}; it must be from 0 to {shortest - 1}, less than the steps between two rounds"
-            )
-
-    @cached_property
-    def starts(self) -> dict[int, int]:
-        """By the count of steps modulo `every`: the fragment whose round begins then, at equal distances."""
-        count = self.fragments
-        return {(index + 1) * self.every // count % self.every: index for index in range(count)}
-
-    def make_outer(self, point: Iterable[nn.Parameter]) -> Optimizer:
-        if callable(self.outer):
-            return self.outer(point)
-        return torch.optim.SGD(point, **self.outer)
-
-    def __str__(self) -> str:
-        return (
-            f"every {self.every}, fragments {self.fragments}, delay {self.delay}, "
-            f"keep_local {self.keep_local}"
-        )
 
 
 @dataclass(eq=False)
@@ -105,8 +55,16 @@ class Round:
     due: int
     """The inner step after which it is finished."""
     futures: Sequence[Future[Tensor]]
+    marks: Future[Tensor] | None = None
+    """int64 [world, 2] of all workers: whether it is at its end, and the inner steps it has taken."""
+    keep_local: float = 0.0
+    """How much of its own place a parameter keeps when the round is finished."""
     bad: bool | None = None
     """Whether it counts for nothing; None until it has arrived."""
+    last: bool = False
+    """Whether all workers are at their end, so that their places are averaged."""
+    most_steps: int = 0
+    """Inner steps of the worker that has taken most."""
 
 
 class LocalRounds:
@@ -139,7 +97,9 @@ class LocalRounds:
         self.optimizer = optimizer
         self.settings = settings
         self.steps = 0
-        """Inner steps taken so far."""
+        """Inner steps so far, those that a GradScaler skipped included."""
+        self.rounds = 0
+        """Rounds that have ended, lost ones included."""
         self.lost_rounds = 0
         """Rounds that delivered nothing, because some worker had a parameter that was not finite."""
         self._inside = inside
@@ -195,22 +155,45 @@ class LocalRounds:
             self._finish(self._arrived())
             self._round = None
 
-    def _begin(self, fragment: Fragment) -> Round:
-        reducer = self.handle.reducer
+    @torch.no_grad()
+    def last_rounds(self) -> Iterator[None]:
+        """Round after round, until all workers are at their end and have averaged every fragment.
+
+        A round has begun at every yield; it is finished when the exchange has been run.
+        """
+        self.finish_now()
+        turn, left = self.settings.turn_after(self.steps), len(self.fragments)
+        while left:
+            self._round = one = self._begin(self.fragments[turn], ending=True)
+            yield
+            self.finish_now()
+            turn = (turn + 1) % len(self.fragments)
+            left = left - 1 if one.last else len(self.fragments)
+        self.steps = one.most_steps
+
+    def _begin(self, fragment: Fragment, *, ending: bool = False) -> Round:
+        """Send a fragment. A worker that is `ending` takes no inner steps meanwhile."""
+        reducer, settings = self.handle.reducer, self.settings
+        mine = torch.tensor([int(ending), self.steps], device=self.point.device)
+        marks = reducer.accompany(gather_marks(mine), "the workers' steps")
         futures = []
         for bucket in self._own(fragment):
             self.point.write_distance(bucket)
             futures.append(reducer.reduce(bucket))
-        reducer.flush()
-        return Round(fragment, self.steps + self.settings.delay, futures)
+        reducer.end_backward()
+        keep_local = settings.keep_local if settings.delay and not ending else 0.0
+        return Round(fragment, self.steps + settings.delay, futures, marks, keep_local)
 
     def _arrived(self) -> Round:
         """The round under way, once it is here on all ranks of this node."""
         one = self._round
         assert one is not None
         if one.bad is None:
+            assert one.marks is not None
             for future in one.futures:
                 future.wait()
+            ending, steps = one.marks.wait().unbind(1)
+            one.last, one.most_steps = bool(ending.all()), int(steps.max())
             reducer = self.handle.reducer
             bad = reducer.verdict().clone()
             reducer.end_step()
@@ -238,17 +221,17 @@ class LocalRounds:
         return bool(flag)
 
     def _finish(self, one: Round) -> None:
-        """1. The outer optimizer steps the fragment's part of the point.  2. Parameters move to it."""
+        """1. The fragment's part of the point moves by what has arrived.  2. Parameters move to it."""
+        self.rounds += 1
         if one.bad:
             self.lost_rounds += 1
             self._clean_state(one.fragment)
-            self.point.move_parameters(one.fragment, 0.0)
-            return
-        with self.point.updates(one.fragment):
-            self.outer.step()
-        self.point.move_parameters(
-            one.fragment, self.settings.keep_local if self.settings.delay else 0.0
-        )
+        elif one.last:
+            self.point.subtract(one.fragment)
+        else:
+            with self.point.updates(one.fragment):
+                self.outer.step()
+        self.point.move_parameters(one.fragment, 0.0 if one.bad else one.keep_local)
 
     def _clean_state(self, fragment: Fragment) -> None:
         """What is not finite in the inner optimizer's state would spoil the next round as well."""
@@ -277,6 +260,12 @@ class LocalRounds:
         self.finish_now()
         self.handle.close()
 
+    def drop_round(self) -> None:
+        """The round under way, if it cannot be finished, counts for nothing: it leaves no trace in memory."""
+        if self._round is not None:
+            self.handle.reducer.abandon()
+            self._round = None
+
     # -- state -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -289,17 +278,28 @@ class LocalRounds:
         if self._round is not None:
             one = self._arrived()
             number = self.fragments.index(one.fragment)
-            travelling = {"fragment": number, "due": one.due, "bad": int(bool(one.bad))}
-            travelling["update"] = self.point.read(one.fragment)
+            travelling = {
+                "fragment": number,
+                "due": one.due,
+                "keep_local": one.keep_local,
+                "bad": int(bool(one.bad)),
+                "update": self.point.read(one.fragment),
+            }
         return {
             "version": STATE_VERSION,
-            "steps": self.steps,
-            "lost_rounds": self.lost_rounds,
+            **self._counters(),
             "point": {name: tensor.detach().clone() for name, tensor in self.point.tensors.items()},
             "outer": self.outer.state_dict(),
             "round": travelling,
             "handle": self.handle.state_dict(),
         }
+
+    def _counters(self) -> dict[str, int]:
+        return {"steps": self.steps, "rounds": self.rounds, "lost_rounds": self.lost_rounds}
+
+    def _count_from(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.rounds = int(state["steps"]), int(state["rounds"])
+        self.lost_rounds = int(state["lost_rounds"])
 
     @torch.no_grad()
     def load_state_dict(
@@ -318,13 +318,24 @@ class LocalRounds:
         self.handle.load_state_dict(handles, on_world_change=on_world_change)
         self.point.load(state["point"])
         self.outer.load_state_dict(dict(state["outer"]))
-        self.steps, self.lost_rounds = int(state["steps"]), int(state["lost_rounds"])
+        self._count_from(state)
         self._round = None
         travelling = state["round"]
         if travelling:
             fragment = self.fragments[travelling["fragment"]]
             self.point.write(fragment, travelling["update"])
-            self._round = Round(fragment, travelling["due"], (), bool(travelling["bad"]))
+            self._round = Round(
+                fragment,
+                travelling["due"],
+                (),
+                keep_local=travelling["keep_local"],
+                bad=bool(travelling["bad"]),
+            )
+
+
+def gather_marks(mine: Tensor) -> Program[Tensor]:
+    (marks,) = yield (Gather(mine, "rounds", control_bytes=mine.nbytes),)
+    return marks
 
 
 def plain_module(model: nn.Module) -> nn.Module:

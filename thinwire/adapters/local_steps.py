@@ -6,24 +6,23 @@ Language Models" (2023), and "Streaming DiLoCo with overlapping communication" (
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.adapters.checks import find_group
-from thinwire.adapters.local_rounds import (
-    LocalRounds,
-    LocalSettings,
-    MakeOptimizer,
-    published_outer,
-)
+from thinwire.adapters.local_rounds import LocalRounds
+from thinwire.adapters.local_settings import LocalSettings, MakeOptimizer, published_outer
 from thinwire.engine.device_drivers import make_driver
-from thinwire.engine.network import share_from_first
-from thinwire.errors import UsageError
+from thinwire.engine.loss_scale import scale_reader
+from thinwire.engine.moving import from_bytes, take_group, to_bytes
+from thinwire.engine.network import broadcast_into, share_from_first
+from thinwire.errors import ExchangeError, UsageError
+from thinwire.layout import local_part
 from thinwire.methods.base import Dense, Method
 from thinwire.plan.policy import Rule
 
@@ -33,6 +32,9 @@ class LocalSteps(LocalRounds):
 
     Parameters and buffers are broadcast from rank 0 of the group at construction. A round in which some worker has a
     parameter that is not finite delivers nothing: all workers go back to the last common point, and that round is lost.
+
+    Workers wait for each other at the end of every round, so each has to take its steps. One that ends before the others calls
+    `finish()`; steps that a GradScaler skips count if it is given.
 
     Args:
         model: A plain model, DDP over the fast links of a node, or FSDP2 shards over them.
@@ -48,6 +50,8 @@ class LocalSteps(LocalRounds):
         process_group: The ranks to exchange with; all unless given.
         inside_group: The ranks of this node, where the model is a DDP or FSDP2 model over them. Replicas of a node share the
             sending.
+        grad_scaler: The GradScaler of the loss, if there is one. A step that it skips on one worker counts as taken: without
+            it that worker would fall behind, and the others would wait for it.
         policy: Rules for single parameters; the first match wins.
         deterministic: Add dense parts in rank order, so that resuming is bit-exact whatever the bucketing.
         point_device: Where the common point lies, such as "cpu"; with the parameters unless given.
@@ -69,6 +73,7 @@ class LocalSteps(LocalRounds):
         keep_local: float = 0.5,
         process_group: dist.ProcessGroup | None = None,
         inside_group: dist.ProcessGroup | None = None,
+        grad_scaler: Any = None,
         policy: Sequence[Rule] | None = None,
         deterministic: bool = False,
         point_device: str | torch.device | None = None,
@@ -85,6 +90,7 @@ class LocalSteps(LocalRounds):
             point_device=point_device,
             bucket_mb=bucket_mb,
         )
+        scale_reader(grad_scaler)
         group = find_group(process_group)
         if inside_group is not None and process_group is None:
             raise UsageError(
@@ -92,6 +98,7 @@ class LocalSteps(LocalRounds):
                 "exchanges with"
             )
         self._group = group
+        self._model = model
         share_from_first(model.state_dict().values(), group, inside_group)
         super().__init__(
             model,
@@ -101,21 +108,95 @@ class LocalSteps(LocalRounds):
             settings,
             inside_group,
         )
-        self._hook = optimizer.register_step_post_hook(lambda *_: self.advance())
+        self.handle.movable(take_group)
+        hook = optimizer.register_step_post_hook(lambda *_: self.advance())
+        self._stop_counting = [hook.remove]
+        if grad_scaler is not None:
+            self._stop_counting.append(self._count_skipped(grad_scaler))
 
-    def close(self) -> None:
-        """Finish the round under way, and take no further part. Parameters stay where they are."""
-        self._hook.remove()
-        super().close()
+    def _count_skipped(self, grad_scaler: Any) -> Callable[[], None]:
+        """Count what the scaler skips: the optimizer's own hooks are silent then. Returns what ends it."""
+        step = grad_scaler.step
+
+        def step_and_count(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = self.steps
+            result = step(optimizer, *args, **kwargs)
+            if optimizer is self.optimizer and self.steps == before and not self.handle.closed:
+                self.advance()
+            return result
+
+        def stop() -> None:
+            if grad_scaler.step is step_and_count:
+                grad_scaler.step = step
+
+        grad_scaler.step = step_and_count
+        return stop
 
     @torch.no_grad()
-    def welcome(self, source: int = 0) -> None:
-        """Give newcomers the common point, the outer optimizer's state and the count of steps of rank `source`.
+    def finish(self) -> None:
+        """Come together: all workers have the same parameters afterwards, and the buffers of the first.
 
-        Every rank of the group calls it between two inner steps. All of them go on from the common point.
+        Every rank calls it behind its last inner step, or before an evaluation; training may go on. Workers may have taken
+        different numbers of steps: who comes first takes part in the rounds of the others until they come. What was not
+        exchanged yet is averaged, without the outer optimizer.
         """
-        self.finish_now()
+        for _ in self.last_rounds():
+            pass
+        share_from_first(self._model.buffers(), self._group, self._inside)
+
+    def close(self) -> None:
+        """Finish the round under way, and take no further part. Parameters stay where they are: `finish()` first."""
+        for stop in self._stop_counting:
+            stop()
+        super().close()
+
+    # -- other workers -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def regroup(self, process_group: dist.ProcessGroup) -> None:
+        """Go on among the ranks of another group, of the same or another size, with all that this rank holds back.
+
+        Every rank of the new group calls it, between two inner steps. A round under way is finished, or counts for nothing if one
+        of the old ranks is lost. A rank that is new makes its LocalSteps in the new group instead, and then calls `join()`.
+        """
+        try:
+            self.finish_now()
+        except ExchangeError:
+            self.drop_round()
+        # Newcomers take part in a broadcast when they are made. What these ranks have stays.
+        own = [value for value in self._model.state_dict().values() if isinstance(value, Tensor)]
+        share_from_first((local_part(value).clone() for value in own), process_group)
+        self.handle.regroup(process_group)
+        self._group = process_group
+        self._catch_up(new=False)
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Go on from where the others are: a rank that has come to a group that others moved to calls it while they call `regroup`.
+
+        It takes over the common point, the outer optimizer's state, buffers, counters and what was learned. It holds nothing back,
+        and its inner optimizer is as it was made.
+        """
+        self.handle.join()
+        self._catch_up(new=True)
+
+    def _catch_up(self, new: bool) -> None:
+        """Who is new or behind takes over from the first of those who are furthest."""
+        driver = self.handle.reducer.driver
+        progress = [int(one) for one in driver.gather(str(-1 if new else self.rounds).encode())]
+        most = max(progress)
+        behind = progress[driver.place.rank] < most
+        if min(progress) == most:
+            return
+        source = progress.index(most)
         root = dist.get_process_group_ranks(self._group)[source]
-        self.steps = self.point.share(self.outer, self.steps, root, self._group)
-        for fragment in self.fragments:
-            self.point.move_parameters(fragment, 0.0)
+        own = to_bytes({**self._counters(), "outer": self.outer.state_dict()})
+        received = from_bytes(driver.broadcast(own, source))
+        self.point.share(root, self._group)
+        for buffer in self._model.buffers():
+            broadcast_into(buffer if behind else buffer.clone(), root, self._group)
+        if behind:
+            self._count_from(received)
+            self.outer.load_state_dict(received["outer"])
+            for fragment in self.fragments:
+                self.point.move_parameters(fragment, 0.0)

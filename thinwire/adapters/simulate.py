@@ -307,6 +307,8 @@ class Simulation:
                     future.value()
             self._cluster.run()
             stack.deliver()
+        for handle in self.handles:
+            handle.reducer.end_backward()
         self._steps += 1
         self._exchange_seconds += time.perf_counter() - began
 

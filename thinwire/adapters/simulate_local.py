@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from thinwire.adapters.local_rounds import LocalRounds, LocalSettings
+from thinwire.adapters.local_rounds import LocalRounds
+from thinwire.adapters.local_settings import LocalSettings
 from thinwire.engine.drivers import Driver
 from thinwire.engine.virtual import VirtualCluster
 from thinwire.errors import UsageError
@@ -57,6 +58,11 @@ class LocalSimulation:
         self._cluster.run()
         for worker in self.workers:
             worker.finish_due()
+
+    def finish(self) -> None:
+        """All workers come together: they have the same parameters afterwards."""
+        for _ in zip(*(worker.last_rounds() for worker in self.workers), strict=True):
+            self._cluster.run()
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [worker.state_dict() for worker in self.workers]

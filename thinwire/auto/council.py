@@ -40,6 +40,10 @@ class Council:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
         return tensor.tolist()
 
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        self.largest([0.0])
+
     def decide(self, make: Callable[[], str]) -> str:
         """What rank 0 makes, on every rank; if it cannot, all of them fail."""
         mine, error = b"", None

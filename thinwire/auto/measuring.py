@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -81,22 +83,31 @@ def _time(network: Network, request: Collective, device: torch.device) -> float:
 
 def measure_work(
     candidates: Sequence[Candidate],
-    largest: Callable[[Sequence[float]], Sequence[float]],
-    world: int,
+    council: Council,
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, WorkCost]:
-    """What encoding and decoding take among `world` workers, the `largest` of all ranks."""
-    found = {}
+    """What encoding and decoding take, the largest of all ranks.
+
+    Ranks on one GPU take turns: alone on it they measure what the host and the device do by themselves. On CPUs all measure at once,
+    as they work at once, and the times have in them what that costs.
+    """
     small, large = WORK_NUMELS.get(device.type, WORK_NUMELS["cpu"])
+    world = council.place.world
+    buckets = ((small, world), (large, world), (large, 2 * world))
+    sharing = find_sharing(council, device)
+    times: list[float] = []
+    for turn in range(sharing.workers):
+        if turn == sharing.turn:
+            for candidate, (numel, among) in itertools.product(candidates, buckets):
+                infos = [_square(numel, dtype)]
+                done = rehearse(infos, candidate.method, among, device=device, times=2)
+                times += [done.encode_s, done.decode_s]
+        council.wait()
+    slowest = iter(council.largest(times))
+    found = {}
     for candidate in candidates:
-        times: list[float] = []
-        for numel, among in ((small, world), (large, world), (large, 2 * world)):
-            done = rehearse(
-                [_square(numel, dtype)], candidate.method, among, device=device, times=2
-            )
-            times += [done.encode_s, done.decode_s]
-        encode_small, decode_small, encode, decode, _, more = largest(times)
+        encode_small, decode_small, encode, decode, _, more = itertools.islice(slowest, 6)
         found[candidate.label] = WorkCost(
             fit_line([(small, encode_small), (large, encode)]),
             fit_line([(small, decode_small), (large, decode)]),
@@ -110,14 +121,29 @@ def _square(numel: int, dtype: torch.dtype) -> ParameterInfo:
     return ParameterInfo("rehearsal", (side, side), (side, 1), dtype, SlotKind.LINEAR)
 
 
-def count_sharing(council: Council, device: torch.device) -> int:
-    """Workers that share this rank's device, at most over ranks; 1 on CPUs, whose cores the measured times tell of."""
+@dataclass(frozen=True)
+class Sharing:
+    """How a GPU is shared."""
+
+    workers: int = 1
+    """At most, over all GPUs; 1 on CPUs, whose cores the measured times tell of."""
+    turn: int = 0
+    """How many of the workers on this one's GPU come before it."""
+
+
+def find_sharing(council: Council, device: torch.device) -> Sharing:
     if device.type != "cuda":
-        return 1
+        return Sharing()
     mark = float(zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode()))
+    return share_out(council, mark)
+
+
+def share_out(council: Council, mark: float) -> Sharing:
+    """Ranks with the same mark share what it stands for; a mark is not negative."""
     place = council.place
     marks = council.largest([mark if rank == place.rank else -1.0 for rank in range(place.world)])
-    return max(marks.count(one) for one in marks if one >= 0)
+    most = max(marks.count(one) for one in marks if one >= 0)
+    return Sharing(most, marks[: place.rank].count(mark))
 
 
 def make_profile(
@@ -143,7 +169,7 @@ def make_profile(
         device=torch.cuda.get_device_name(device) if on_cuda else "CPU",
         units=tuple(units),
         rest_s=rest,
-        sharing=count_sharing(council, device),
+        sharing=find_sharing(council, device).workers,
         decode_on_link=not on_cuda,
         parameters=tuple(parameters.values()),
         work=dict(work),

@@ -58,7 +58,7 @@ class Onlooker:
 
     def _find_advice(self) -> Advice:
         period = self._survey.period_s()
-        profile = self._survey.take_profile([self._present.label])
+        profile = self._survey.take_profile((self._present.label,), period)
         if profile is None:
             differ = "The buckets of the last steps differ, so that nothing can be predicted."
             return Advice((), (differ,))

@@ -12,17 +12,17 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from thinwire.auto.council import Council
 from thinwire.auto.measuring import UNIFORM_CURVE
-from thinwire.auto.survey import WARM_STEPS, Survey
+from thinwire.auto.memo import Memo
+from thinwire.auto.survey import WARM_STEPS, Survey, spread
 from thinwire.auto.trials import Trials, propose
 from thinwire.engine.reducer import Reducer
 from thinwire.layout import Bucket
 from thinwire.methods.base import Adaptive, Method
 from thinwire.plan.advice import Advice, make_advice
-from thinwire.plan.candidates import DENSE, Candidate
+from thinwire.plan.candidates import Candidate
 from thinwire.plan.decision import Decision, Predictor, as_settings, describe
 from thinwire.plan.policy import Rule
 from thinwire.plan.profile import Profile, Unit
@@ -62,11 +62,6 @@ class Pilot:
     ) -> None:
         self.adaptive = adaptive
         self.candidates = {one.label: one for one in candidates}
-        self.phase = MEASURING
-        self.profile: Profile | None = None
-        self.decision: Decision | None = None
-        self.labels: tuple[str, ...] = ()
-        """The candidate in force for every unit; empty before the first decision."""
         self.history: list[tuple[int, str]] = []
         """(step, what was done in it), for people and for tests."""
         self._reducer = reducer
@@ -74,9 +69,24 @@ class Pilot:
         """What it measures."""
         self._clock = self.survey.clock
         self._switch = switch
+        self._chooses = len(self.candidates) > 1 and council.place.world > 1
+        """Whether there is anything to choose from, and a link."""
+        self._begin_anew()
+        if self._chooses:
+            reducer.before_step.append(self.begin_step)
+            reducer.on_ready = self.ready
+
+    def _begin_anew(self) -> None:
+        """As if nothing had been measured or decided yet."""
+        self.phase = MEASURING if self._chooses else WATCHING
+        self.profile: Profile | None = None
+        self.decision: Decision | None = None
+        self.labels: tuple[str, ...] = ()
+        """The candidate in force for every unit; empty before the first decision."""
+        self._clock.clear()
         self._turn = 0
         """Steps begun in this phase."""
-        self._until = WARM_STEPS + adaptive.measure_steps
+        self._until = WARM_STEPS + self.adaptive.measure_steps
         self._predictor: Predictor | None = None
         self._units: tuple[Unit, ...] = ()
         self._trials = Trials()
@@ -84,11 +94,6 @@ class Pilot:
         self._surprises = 0
         self._wanted: tuple[str, ...] | None = None
         """Labels that a switch under way will bring."""
-        if len(self.candidates) < 2 or council.place.world == 1:
-            self.phase = WATCHING
-        else:
-            reducer.before_step.append(self.begin_step)
-            reducer.on_ready = self.ready
 
     @property
     def _council(self) -> Council:
@@ -152,7 +157,7 @@ class Pilot:
     def _plan(self, step: int) -> None:
         """Measure the link and the candidates' work, predict, and let rank 0 decide what is tried."""
         period = self.survey.period_s()
-        profile = self.survey.take_profile(self.labels)
+        profile = self.survey.take_profile(self.labels, period)
         if profile is None:
             self._note(
                 step,
@@ -169,7 +174,7 @@ class Pilot:
         # What is in force has just been timed, and needs no trial.
         self._trials = Trials(
             [self._predictor.plan(labels) for labels in plans],
-            {self._present(len(profile.units)): period},
+            {spread(self.labels, len(profile.units)): (period,)},
         )
         if plans:
             self._go_on_trying(step)
@@ -185,15 +190,9 @@ class Pilot:
         now = None
         if self.phase == WATCHING:
             # What it was measured on so far may be a makeshift, which nobody has chosen.
-            now = self._predictor.plan(self._present(len(self.profile.units)))
+            now = self._predictor.plan(spread(self.labels, len(self.profile.units)))
         silent, count = self.profile.conditions.silent_s, self.adaptive.finalists
         return json.dumps(asdict(propose(self.decision, now, silent, count)))
-
-    def _present(self, count: int) -> tuple[str, ...]:
-        """What is in force, for units that may be others than before."""
-        if len(self.labels) == count:
-            return self.labels
-        return (max(self.labels, key=self.labels.count) if self.labels else DENSE,) * count
 
     def _save_profile(self, profile: Profile) -> None:
         path = os.environ.get(PROFILE_VARIABLE)
@@ -208,7 +207,7 @@ class Pilot:
         if self._turn < WARM_STEPS + self.adaptive.trial_steps:
             return
         seconds = self.survey.period_s()
-        self._trials.seconds[self.labels] = seconds
+        self._trials.note(self.labels, seconds)
         self._note(step, f"{describe(self.labels)} took {1e3 * seconds:.1f} ms in a trial")
         self._go_on_trying(step)
 
@@ -230,7 +229,7 @@ class Pilot:
 
     def _settle_for(self, step: int, labels: tuple[str, ...]) -> None:
         self._enter(WATCHING)
-        if labels != self._present(len(labels)):
+        if labels != spread(self.labels, len(labels)):
             self._use(labels, step)
         else:
             self.labels = labels
@@ -282,7 +281,7 @@ class Pilot:
         if self.decision is None or self.profile is None:
             return Advice((), (self._why_nothing(),), settled=self.phase == WATCHING)
         assert self._predictor is not None
-        kept = self._predictor.plan(self._present(len(self.profile.units)))
+        kept = self._predictor.plan(spread(self.labels, len(self.profile.units)))
         if self.phase == TRYING:
             kept = self.decision.chosen
         advice = make_advice(self.profile, self.decision, tried=self._trials.seconds, kept=kept)
@@ -313,47 +312,47 @@ class Pilot:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def state(self) -> str:
-        """The decision as text, which every kind of checkpoint takes."""
-        content: dict[str, Any] = {
-            "key": self._key(),
-            "phase": self.phase,
-            "labels": self.labels,
-            "units": [unit.names for unit in self._units],
-            "expected_s": None if math.isnan(self._expected_s) else self._expected_s,
-            "surprises": self._surprises,
-            "profile": None if self.profile is None else self.profile.to_json(),
-            "finalists": [plan.labels for plan in self._trials.plans],
-            "tried": [[labels, seconds] for labels, seconds in self._trials.seconds.items()],
-        }
-        return json.dumps(content)
+        """What there is to be saved."""
+        memo = Memo(
+            self._key(),
+            self.phase,
+            self.labels,
+            tuple(unit.names for unit in self._units),
+            None if math.isnan(self._expected_s) else self._expected_s,
+            self._surprises,
+            None if self.profile is None else self.profile.to_json(),
+            tuple(plan.labels for plan in self._trials.plans),
+            tuple(self._trials.times.items()),
+        )
+        return memo.to_json()
 
-    def load(self, text: str) -> None:
-        """Do as was decided, without measuring again; a decision for another job is void.
+    def load(self, memo: Memo | None) -> tuple[Method, list[Rule]] | None:
+        """Do as was decided, without measuring again, and tell what has to be in force; None if nothing was decided yet.
 
-        What was not decided yet is measured anew, under what was in force.
+        A decision for another job is void, on all ranks if it is on one, and so is none: all is measured anew. The method that
+        is in force is not looked at: a state that is loaded replaces all that it holds.
         """
-        content = json.loads(text)
-        if content["key"] != self._key():
-            return
-        if content["profile"] is not None:
-            self._use_profile(Profile.from_json(content["profile"]))
-        self._units = self._units or tuple(
-            Unit(tuple(n), 0.0, UNIFORM_CURVE) for n in content["units"]
-        )
-        expected = content["expected_s"]
-        self._expected_s = math.nan if expected is None else expected
-        self._surprises = content["surprises"]
-        self._trials = Trials(
-            seconds={tuple(labels): seconds for labels, seconds in content["tried"]}
-        )
-        self._enter(content["phase"])
-        self.labels = tuple(content["labels"])
-        if self.labels:
-            # Saved in mid-switch they may be of other units than those of the plan that was under way.
-            self._use(self._present(len(self._units)), self._reducer.step)
+        self._begin_anew()
+        valid = memo is not None and memo.key == self._key()
+        (void,) = self._council.largest([0.0 if valid else 1.0])
+        if void or memo is None:
+            return None
+        self._units = tuple(Unit(names, 0.0, UNIFORM_CURVE) for names in memo.units)
+        profile = memo.read_profile()
+        if profile is not None:
+            self._use_profile(profile)
+        self._expected_s = math.nan if memo.expected_s is None else memo.expected_s
+        self._surprises = memo.surprises
+        self._trials = Trials(times=dict(memo.tried))
         if self._predictor is not None:
-            finalists = content["finalists"]
-            self._trials.plans = [self._predictor.plan(labels) for labels in finalists]
+            self._trials.plans = [self._predictor.plan(labels) for labels in memo.finalists]
+        self._enter(memo.phase)
+        self.labels = memo.labels
+        if not self.labels:
+            return None
+        # Saved in mid-switch they may be of other units than those of the plan that was under way.
+        self.labels = spread(self.labels, len(self._units))
+        return as_settings(self.labels, self._units, self._reducer.parameters, self.candidates)
 
     def _use_profile(self, profile: Profile) -> None:
         self.profile, self._units = profile, profile.units

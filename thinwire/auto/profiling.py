@@ -56,8 +56,8 @@ def profile_steps(
             "the buckets of the measured steps differ, so that nothing can be predicted"
         )
     dtype = next(iter(reducer.parameters.values())).dtype
-    work = measure_work(candidates, list, world, device, dtype)
     council = _Several(network, world)
+    work = measure_work(candidates, council, device, dtype)
     return make_profile(
         measured,
         meter,

@@ -10,18 +10,20 @@ from torch.optim import Optimizer
 
 from thinwire.errors import UsageError
 from thinwire.methods.adam_scale import AdamScale
-from thinwire.methods.base import Adaptive, Dense, Method
+from thinwire.methods.base import ADAM_TAKEOVER, MOMENTUM_TAKEOVER, Adaptive, Dense, Method
 from thinwire.methods.dgc import DGC
 from thinwire.methods.topk import TopK
 from thinwire.optim.base import Takeover
 from thinwire.optim.known import evidence_of
 from thinwire.optim.takeover import take_over
 from thinwire.optim.velocity import VelocityOptimizer
-from thinwire.plan.candidates import ADAM, DENSE, Candidate, find_candidates
-from thinwire.plan.candidates import SGD as SGD_KIND
+from thinwire.plan.candidates import DENSE, TAKEN_FROM, Candidate, find_candidates
 
-PROBES: dict[str, Method] = {SGD_KIND: DGC(), ADAM: AdamScale(method=TopK(), start=1)}
-"""A method that takes over what there is to be taken over from each kind of optimizer."""
+OWNERS: dict[str, Method] = {
+    MOMENTUM_TAKEOVER: DGC(dense_fallback=False),
+    ADAM_TAKEOVER: AdamScale(method=TopK(dense_fallback=False), start=1),
+}
+"""A method that takes over what can be taken over, by its name in `thinwire.optim`, and has a place for all of it."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,17 @@ class Prospect:
 
     def _takes_over(self) -> str | None:
         """What methods could take over from this optimizer."""
-        probe = PROBES.get(self.kind)
-        if probe is None or probe.takes_over in self.refused:
-            return None
+        name = TAKEN_FROM.get(self.kind)
+        return name if name is not None and self.lets_take_over(name) else None
+
+    def lets_take_over(self, name: str) -> bool:
+        """Whether methods could take that over from this optimizer."""
+        if name in self.refused:
+            return False
         try:
-            return probe.takes_over if self.take_over(probe) else None
+            return self.take_over(OWNERS[name]) is not None
         except UsageError:
-            return None
+            return False
 
 
 def named_candidate(method: Method) -> Candidate:

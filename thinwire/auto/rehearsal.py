@@ -150,7 +150,7 @@ def rehearse(
         wait_for(device)
         began = driver.asked_at = time.perf_counter()
         future = reducer.reduce(Bucket(layout, flat))
-        reducer.flush()
+        reducer.end_backward()
         if not future.done():
             raise ExchangeError(f"{type(method).__name__} asked for nothing and did not end")
         future.value()

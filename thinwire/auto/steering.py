@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from thinwire.auto.council import Council
+from thinwire.auto.memo import Memo
 from thinwire.auto.onlooker import Onlooker
 from thinwire.auto.pilot import Pilot
-from thinwire.auto.prospect import Prospect
+from thinwire.auto.prospect import OWNERS, Prospect
+from thinwire.engine.assignments import MOMENTUM
 from thinwire.errors import UsageError
-from thinwire.methods.base import Adaptive, Dense, Method
+from thinwire.memory.adam import SECOND_MOMENT
+from thinwire.methods.base import ADAM_TAKEOVER, MOMENTUM_TAKEOVER, Adaptive, Dense, Method
 from thinwire.optim.base import Takeover
 from thinwire.plan.advice import Advice
+from thinwire.plan.candidates import DENSE
 from thinwire.plan.policy import Rule
 
 if TYPE_CHECKING:
@@ -29,6 +35,11 @@ NOT_MEASURED = (
 FORGOTTEN = (
     "The state has nothing of what was held back: a distributed load reads only what a handle has room for, and one that begins dense, "
     "as with tw.Auto() and tw.AdamScale, has none. handle.load_checkpoint(path) reads all of it."
+)
+
+NOT_TAKEN_OVER = (
+    "The state was saved with the optimizer's %s in the handle's hands, and there is no optimizer here that it could be given back to: "
+    "it is dropped, and what was held back is sent as plain gradient. Attach with optimizer=, of the kind that it was."
 )
 
 
@@ -217,12 +228,12 @@ class Steering:
             return False
         if not self._handle.reducer.assignments.hold_nothing_back:
             return False
-        self._return(taken)
+        taken.give_back()
+        self._forget_takeover()
         return True
 
-    def _return(self, taken: Takeover) -> None:
-        taken.give_back()
-        replicas = self._handle.reducer.replicas
+    def _forget_takeover(self) -> None:
+        taken, replicas = self.takeover, self._handle.reducer.replicas
         if replicas is not None and taken in replicas.followers:
             replicas.followers.remove(taken)
         self.takeover = None
@@ -231,16 +242,19 @@ class Steering:
         assert self._next is not None
         (method, rules), self._next = self._next, None
         self._method, self._rules = method, rules
-        reducer = self._handle.reducer
         if self.takeover is not None:
-            self._return(self.takeover)
-            reducer.switch(method, rules)
+            self.takeover.give_back()
+            self._forget_takeover()
+            self._handle.reducer.switch(method, rules)
             return
-        methods = [method, *(rule.method for rule in rules if rule.method)]
-        taken = self._prospect.take_over(find_owner(methods))
+        self._take_over(find_owner([method, *(rule.method for rule in rules if rule.method)]))
+
+    def _take_over(self, owner: Method) -> None:
+        """What `owner` needs of the optimizer, and put the settings in force that have it."""
+        reducer = self._handle.reducer
+        self.takeover = taken = self._prospect.take_over(owner)
         assert taken is not None
-        self.takeover = taken
-        reducer.switch(*bind(method, rules, taken))
+        reducer.switch(*self.settings())
         taken.commit([self._handle])
         if reducer.replicas is not None:
             reducer.replicas.followers.append(taken)
@@ -258,23 +272,68 @@ class Steering:
 
     def before_load(self, content: dict[str, Any], *, reset: bool) -> None:
         """The reducer is about to load its state out of this content; with `reset` memory is left out on purpose."""
-        if self.pilot is not None and "auto" in content:
-            self.pilot.load(content["auto"])
+        memo = Memo.from_json(content["auto"]) if "auto" in content else None
+        if self.pilot is not None:
+            holds = find_takeover(content["memory"])
+            decided = self.pilot.load(memo)
+            if decided is not None:
+                method, rules = decided
+                self._put_in_force(method, [*self._policy, *rules], holds)
+            elif holds is not None and self._prospect.lets_take_over(holds):
+                # What has a place for all of it, until `after_load` has it sent.
+                self._put_in_force(OWNERS[holds], [Rule(method=OWNERS[holds])], holds)
+            else:
+                if holds is not None:
+                    logger.warning(NOT_TAKEN_OVER, holds)
+                self._put_in_force(Dense(), self._policy, None)
         if self.takeover is not None:
             self.takeover.before_load(self._handle, content.get("takeover", {}))
-        if not reset and not any(content["memory"].values()) and self._held_back(content):
+        if not reset and not any(content["memory"].values()) and self._held_back(content, memo):
             logger.warning(FORGOTTEN)
 
-    def _held_back(self, content: dict[str, Any]) -> bool:
+    def _put_in_force(self, method: Method, rules: Sequence[Rule], holds: str | None) -> None:
+        """Use a method at once: all that is held is about to be replaced by a state that `holds` what was taken over."""
+        reducer = self._handle.reducer
+        reducer.release()
+        reducer.assignments.stop_flushes()
+        methods = [method, *(rule.method for rule in rules if rule.method)]
+        owned = whose_momentum(methods)
+        if owned is None and holds is not None:
+            # A plain mean works either way.
+            owned = True
+            methods = [OWNERS[holds]]
+        self._method, self._rules, self._next = method, list(rules), None
+        if owned and self.takeover is None:
+            self._take_over(find_owner(methods))
+            return
+        if not owned and self.takeover is not None:
+            self.takeover.step_back()
+            self._forget_takeover()
+        reducer.switch(*self.settings())
+
+    def _held_back(self, content: dict[str, Any], memo: Memo | None) -> bool:
         """Whether something was held back when this content was saved, by what was decided before."""
-        if "auto" in content and not self._method.is_dense:
+        if memo is not None and not {DENSE}.issuperset(memo.labels):
             return True
         since = content.get("takeover", {}).get("since")
         return since is not None and int(since) < int(content.get("step", 0))
 
     def after_load(self, content: dict[str, Any]) -> None:
-        if self.takeover is not None:
-            self.takeover.after_load(self._handle, content["memory"])
+        if self.takeover is None:
+            return
+        self.takeover.after_load(self._handle, content["memory"])
+        if self.pilot is not None and not self.pilot.labels:
+            # It begins with what the optimizer does alone.
+            self._next = (Dense(), list(self._policy))
+            self._handle.reducer.switch(*self.settings())
+
+
+def find_takeover(memory: Mapping[str, Mapping[str, Tensor]]) -> str | None:
+    """What had been taken over from an optimizer when this memory was saved, by its name in `thinwire.optim`; None = nothing."""
+    held = {store for store, contents in memory.items() if contents}
+    if SECOND_MOMENT in held:
+        return ADAM_TAKEOVER
+    return MOMENTUM_TAKEOVER if MOMENTUM in held else None
 
 
 def whose_momentum(methods: Sequence[Method]) -> bool | None:

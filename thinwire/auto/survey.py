@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 from thinwire.auto.clock import EnergyMeter, MeasuredSteps, StepClock
@@ -11,9 +12,10 @@ from thinwire.auto.measuring import make_profile, measure_prices, measure_work
 from thinwire.auto.rehearsal import Traffic
 from thinwire.engine.reducer import Reducer
 from thinwire.layout import Bucket
-from thinwire.plan.candidates import Candidate
+from thinwire.plan.candidates import DENSE, Candidate
 from thinwire.plan.decision import Predictor
 from thinwire.plan.profile import Profile, WorkCost
+from thinwire.plan.step_model import find_dearness
 
 WARM_STEPS = 2
 """Not measured: DDP changes its buckets after the first step, and first steps compile and flush."""
@@ -47,11 +49,12 @@ class Survey:
         """Of the slowest rank, the median over the steps since the last restart."""
         return self.council.largest([median(self.clock.periods())])[0]
 
-    def take_profile(self, in_force: Sequence[str]) -> Profile | None:
+    def take_profile(self, in_force: tuple[str, ...], period_s: float) -> Profile | None:
         """Measure what is left to measure and put everything together; the same on all ranks.
 
-        `in_force` are the candidates by which the units have been encoded, one that stands for all, or none for dense.
-        None if the units of the last steps differ, as of models that use other parameters in every step.
+        `in_force` are the candidates by which the units have been encoded, one that stands for all, or none for dense; steps
+        under them took `period_s`, by which the prices of the link are corrected. None if the units of the last steps differ,
+        as of models that use other parameters in every step.
         """
         steps = self.clock.measured()
         if self.council.largest([0.0 if steps is not None else 1.0])[0] or steps is None:
@@ -62,10 +65,11 @@ class Survey:
         prices = measure_prices(network, self.council, device)
         if not self.work:
             dtype = next(iter(parameters.values())).dtype
-            candidates, world = list(self.candidates.values()), self.council.place.world
-            self.work = measure_work(candidates, self.council.largest, world, device, dtype)
-        if in_force and device.type == "cpu":
-            steps = steps.without_encoding(self._own_encoding(steps, in_force))
+            candidates = list(self.candidates.values())
+            self.work = measure_work(candidates, self.council, device, dtype)
+        labels = spread(in_force, len(steps.units))
+        if device.type == "cpu":
+            steps = steps.without_encoding(self._own_encoding(steps, labels))
         profile = make_profile(
             steps,
             self._meter,
@@ -77,13 +81,21 @@ class Survey:
             coalesce_bytes=self.reducer.coalesce_bytes,
         )
         # The same figures on every rank; of the energy curves rank 0's count.
-        return Profile.from_json(self.council.decide(profile.to_json))
+        said = self.council.decide(lambda: self._correct(profile, labels, period_s).to_json())
+        return Profile.from_json(said)
 
-    def _own_encoding(self, steps: MeasuredSteps, in_force: Sequence[str]) -> list[float]:
+    def _correct(self, profile: Profile, labels: Sequence[str], period_s: float) -> Profile:
+        """With prices by which a step under the candidates in force takes as long as it did."""
+        assert profile.prices is not None
+        in_force = [self.candidates[label] for label in dict.fromkeys([*labels, DENSE])]
+        predictor = self.predictor(profile, in_force)
+        costs = predictor.costs(predictor.plan(labels))
+        factor = find_dearness(profile.conditions, costs, period_s)
+        return replace(profile, prices=profile.prices.times(factor))
+
+    def _own_encoding(self, steps: MeasuredSteps, labels: Sequence[str]) -> list[float]:
         """Seconds that the candidates in force encode in every unit, which delays the gradients behind it."""
         found = []
-        alike = len(in_force) != len(steps.units)
-        labels = [in_force[0]] * len(steps.units) if alike else in_force
         for label, names in zip(labels, steps.units, strict=True):
             numel = sum(self.reducer.parameters[name].numel for name in names)
             line = self.work[label].encode
@@ -97,3 +109,10 @@ class Survey:
         assert profile.prices is not None
         chosen = list(self.candidates.values()) if candidates is None else candidates
         return Predictor(profile, chosen, profile.prices, self._traffic.rounds)
+
+
+def spread(labels: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """A label for each of so many units, of which those in force may have been others."""
+    if len(labels) == count:
+        return labels
+    return (max(labels, key=labels.count) if labels else DENSE,) * count

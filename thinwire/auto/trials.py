@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thinwire.plan.candidates import DENSE
-from thinwire.plan.decision import NEAR_FASTEST, NEAR_SILENT, Decision, Plan
+from thinwire.plan.decision import KEPT_WITHIN, NEAR_FASTEST, NEAR_SILENT, Decision, Plan
 
 WORTH_SWITCHING = 0.05
+TOO_NEAR = 1.10
+"""A few steps do not tell apart what differs by less."""
 
 Labels = tuple[str, ...]
 """A candidate for every unit."""
@@ -16,22 +18,42 @@ Labels = tuple[str, ...]
 
 @dataclass
 class Trials:
-    """Seconds of a step under every plan that has been tried, of those that are to be."""
+    """How long a step takes under every plan that has been tried, of those that are to be."""
 
     plans: Sequence[Plan] = ()
-    seconds: dict[Labels, float] = field(default_factory=dict)
+    times: dict[Labels, tuple[float, ...]] = field(default_factory=dict)
+    """Seconds, of one trial or two."""
+
+    def note(self, labels: Labels, seconds: float) -> None:
+        self.times[labels] = (*self.times.get(labels, ()), seconds)
+
+    @property
+    def seconds(self) -> dict[Labels, float]:
+        """Of the faster trial: whatever else a machine does only adds to it."""
+        return {labels: min(times) for labels, times in self.times.items()}
 
     def next(self) -> Plan | None:
-        """The first that has not been tried."""
-        return next((plan for plan in self.plans if plan.labels not in self.seconds), None)
+        """The first that has not been tried; then, once more, those that are too near each other to be told apart."""
+        untried = [plan for plan in self.plans if plan.labels not in self.times]
+        if untried or not self.plans:
+            return next(iter(untried), None)
+        first = {plan.labels: self.times[plan.labels][0] for plan in self.plans}
+        limit = TOO_NEAR * min(first.values())
+        near = [plan for plan in self.plans if first[plan.labels] <= limit]
+        again = [plan for plan in near if len(self.times[plan.labels]) < 2]
+        return again[0] if again and len(near) > 1 else None
 
     def winner(self, silent_s: float) -> Labels:
-        """The one that keeps most among those that are fast enough, where a step without communication takes so long."""
+        """The one that keeps most among those that are fast enough, where a step without communication takes so long.
+
+        The search may go up to 10 % over such a step; what was timed is compared with the fastest that was timed, too.
+        """
         # A trial that was resumed in mid-switch began under what had been in force, which is no plan.
-        fastest = min(self.seconds[plan.labels] for plan in self.plans)
-        deadline = max(NEAR_SILENT * silent_s, NEAR_FASTEST * fastest)
-        fitting = [plan for plan in self.plans if self.seconds[plan.labels] <= deadline]
-        return max(fitting, key=lambda plan: (plan.kept, -self.seconds[plan.labels])).labels
+        seconds = {plan.labels: self.seconds[plan.labels] for plan in self.plans}
+        fastest = min(seconds.values())
+        deadline = min(max(NEAR_SILENT * silent_s, NEAR_FASTEST * fastest), KEPT_WITHIN * fastest)
+        fitting = [plan for plan in self.plans if seconds[plan.labels] <= deadline]
+        return max(fitting, key=lambda plan: (plan.kept, -seconds[plan.labels])).labels
 
 
 @dataclass(frozen=True)
@@ -46,17 +68,19 @@ class Proposal:
 def propose(decision: Decision, now: Plan | None, silent_s: float, count: int) -> Proposal:
     """At most `count` plans that are worth a trial, where `now` is the one in force; None before the first decision."""
     chosen, dense = decision.chosen, decision.dense
+    near = chosen.prediction.step_s <= KEPT_WITHIN * decision.fastest.prediction.step_s
     finalists = decision.finalists(count)
     why = f"{chosen.name} is predicted to take {1e3 * chosen.prediction.step_s:.1f} ms"
     if now is not None:
         # A plan is in force: it has to be worth while to leave it.
         gain = 1 - chosen.prediction.step_s / now.prediction.step_s
         less = chosen.kept > now.kept and gain > -WORTH_SWITCHING / 2
-        if chosen.labels == now.labels or not (gain >= WORTH_SWITCHING or less):
+        better = chosen.labels != now.labels and (gain >= WORTH_SWITCHING or less)
+        if near and not better:
             return Proposal(f"stays with {now.name}", labels=now.labels)
         known = {plan.labels: plan for plan in (chosen, now, *finalists)}
         finalists = list(known.values())[:count]
-    elif set(chosen.labels) == {DENSE}:
+    elif near and set(chosen.labels) == {DENSE}:
         why = (
             f"dense is predicted {1e3 * dense.prediction.exposed_s:.1f} ms slower than no communication "
             f"({1e3 * silent_s:.1f} ms), and nothing is faster in a way that counts: not compressed"

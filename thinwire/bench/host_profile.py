@@ -26,6 +26,7 @@ PHASES = {
     FORWARD: "forward and loss",
     BACKWARD: "backward, and waiting at its end",
     "hook": "hook, beside what is below",
+    "driver": "driver: streams, and what is kept",
     "encode": "encode",
     "exchange": "collectives, and waiting for them",
     "decode": "decode",
@@ -91,9 +92,12 @@ class HostClock:
 
     def phases(self, steps: int) -> list[Phase]:
         order = list(PHASES)
+        # A step ends before the thread of the exchange is through with its last bucket.
+        with self._lock:
+            spent = dict(self._spent)
         found = [
             Phase(name, thread, 1e6 * wall / steps, 1e6 * busy / steps, calls / steps)
-            for (name, thread), (wall, busy, calls) in self._spent.items()
+            for (name, thread), (wall, busy, calls) in spent.items()
         ]
         return sorted(found, key=lambda phase: (order.index(phase.name), phase.thread))
 

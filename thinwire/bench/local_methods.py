@@ -23,8 +23,8 @@ LOCAL_METHODS: dict[str, Callable[..., tw.LocalSteps]] = {
 }
 DENSITIES = {"sparseloco": 1 / 64}
 """Of those that have one, as published: a density that was asked for is for methods that exchange in every step."""
-FRAGMENTS, DELAY = 4, 1
-"""Of Streaming DiLoCo here: a quarter of the model at a time, which may take one inner step."""
+FRAGMENTS, MOST_DELAY = 4, 5
+"""Of Streaming DiLoCo: a quarter of the model at a time, which may take so many inner steps, or as many as there are."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,17 @@ class LocalMethod:
 
     def __post_init__(self) -> None:
         check_positive_int("every", self.every)
-        if self.name == "streaming-diloco" and self.every < FRAGMENTS * (DELAY + 1):
+        if self.name == "streaming-diloco" and self.every < 2 * FRAGMENTS:
             raise UsageError(
-                f"every is {self.every}; with streaming-diloco it must be at least {FRAGMENTS * (DELAY + 1)}"
+                f"every is {self.every}; with streaming-diloco it must be at least {2 * FRAGMENTS}"
             )
 
     def begin(self, model: nn.Module, optimizer: Optimizer) -> tw.LocalSteps:
         """Workers step by themselves from now on, and meet every so many steps."""
         settings: dict[str, Any] = {"every": self.every}
         if self.name == "streaming-diloco":
-            settings |= {"fragments": FRAGMENTS, "delay": DELAY}
+            delay = min(MOST_DELAY, self.every // FRAGMENTS - 1)
+            settings |= {"fragments": FRAGMENTS, "delay": delay}
         return LOCAL_METHODS[self.name](model, optimizer, **settings)
 
     @property

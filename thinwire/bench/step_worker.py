@@ -57,7 +57,7 @@ from thinwire.bench.model_shapes import hash_built
 from thinwire.bench.models import build_workload, count_parameters
 from thinwire.bench.step_cell import StepCell
 from thinwire.bench.step_places import NO_FOLDER, STORE_VARIABLE, trace_prefix
-from thinwire.bench.trace import time_stations, write_trace
+from thinwire.bench.trace import TRACED_STEPS, time_stations, write_trace
 from thinwire.lab.counters import read_own_counters
 from thinwire.methods import Method
 from thinwire.observe import DECODE, ENCODE, EXCHANGE
@@ -250,7 +250,8 @@ def measure(
             write_profile(profile_file(profiles, cell), found)
     if traces is not None:
         trace = Path(f"{trace_prefix(traces, cell)}-rank{dist.get_rank()}.json")
-        write_trace(trainer.step, device, trace)
+        # Of local steps a whole round.
+        write_trace(trainer.step_watched, device, trace, max(TRACED_STEPS, trainer.period))
     trainer.time_steps(trainer.step_alone, LEAST_STEPS)
     mine["alone"] = trainer.time_steps(trainer.step_alone, NO_SYNC_STEPS)
     gathered: list[Any] = [None] * dist.get_world_size()

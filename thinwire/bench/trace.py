@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from thinwire.bench.host_profile import Span
 from thinwire.observe import STATIONS, watch
 from thinwire.tools.clock import Mark, wait_for
 
@@ -52,8 +53,10 @@ def time_stations(
     return {name: total / steps for name, total in timer.milliseconds().items()}
 
 
-def write_trace(run_step: Callable[[], None], device: torch.device, path: Path) -> None:
-    """Profile a few steps into a Chrome trace, which https://ui.perfetto.dev opens."""
+def write_trace(
+    step: Callable[[Span], None], device: torch.device, path: Path, steps: int = TRACED_STEPS
+) -> None:
+    """Profile a few steps into a Chrome trace, which https://ui.perfetto.dev opens; the step's own phases have ranges too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -61,8 +64,8 @@ def write_trace(run_step: Callable[[], None], device: torch.device, path: Path) 
     # The exchange has a thread of its own, which the profiler would not look at otherwise.
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(activities=kinds, experimental_config=every_thread) as profile:
-        for step in range(TRACED_STEPS):
-            with torch.profiler.record_function(f"step {step}"):
-                run_step()
+        for number in range(steps):
+            with torch.profiler.record_function(f"step {number}"):
+                step(torch.profiler.record_function)
         wait_for(device)
     profile.export_chrome_trace(str(path))

@@ -2,8 +2,9 @@
 
 from thinwire.engine.bucket_plan import deliver_nothing
 from thinwire.engine.drivers import Driver, InlineDriver, ThreadDriver, run_inline
+from thinwire.engine.groups import private_group
 from thinwire.engine.method_check import CheckReport, check
-from thinwire.engine.network import Network, private_group
+from thinwire.engine.network import Network
 from thinwire.engine.reducer import Reducer
 from thinwire.engine.streams import StreamDriver
 from thinwire.engine.virtual import VirtualCluster, VirtualRank, VirtualRanks, answer, run_virtual

@@ -123,6 +123,12 @@ class ParameterAssignments:
             one.compressor.travels_whole and not one.flushing for one in self.by_name.values()
         )
 
+    def stop_flushes(self) -> None:
+        """What is held back is about to be replaced: whoever flushes it is with its next method at once."""
+        for assignment in self.by_name.values():
+            if assignment.after_flush is not None:
+                assignment.compressor, assignment.after_flush = assignment.after_flush, None
+
     def release(self) -> None:
         """Drop all that is held back."""
         for assignment in self.by_name.values():

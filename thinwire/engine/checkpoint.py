@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.engine.agreement import agree
 from thinwire.engine.drivers import Driver
 from thinwire.errors import ExchangeError, UsageError
 from thinwire.layout import local_part
@@ -48,9 +50,13 @@ class WholeTensors:
         """The content as it is saved."""
         return content
 
-    def unpack(self, content: dict[str, Any]) -> dict[str, Any]:
+    def fits(self, content: Mapping[str, Any]) -> bool:
+        """Whether what was saved is of this rank's part of the model."""
+        return True
+
+    def unpack(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """The content out of what was saved."""
-        return content
+        return dict(content)
 
     def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Where what is saved of a parameter's memory is read to."""
@@ -81,8 +87,10 @@ def wrap_rank(
     }
 
 
-def find_together(driver: Driver, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `find` returns, which has to be of the same step on all ranks.
+def find_together(
+    driver: Driver, find: Callable[[], dict[str, Any]], form: WholeTensors = WHOLE
+) -> dict[str, Any]:
+    """What `find` returns, which has to be of the same step on all ranks, those of other shards too.
 
     A rank that finds nothing it can use tells the others, who would wait for it later on. Every rank calls this.
     """
@@ -95,7 +103,7 @@ def find_together(driver: Driver, find: Callable[[], dict[str, Any]]) -> dict[st
         refusal = error
         said = {"the step of the state": "a state that it cannot load"}
     try:
-        driver.agree(said)
+        agree_everywhere(driver, form.groups(), said)
     except ExchangeError:
         if refusal is None:
             raise
@@ -105,6 +113,24 @@ def find_together(driver: Driver, find: Callable[[], dict[str, Any]]) -> dict[st
     return content
 
 
+def agree_everywhere(
+    driver: Driver, beside: Sequence[dist.ProcessGroup], settings: dict[str, str]
+) -> None:
+    """Raise on all ranks of all replicas if `settings` differ anywhere; `beside` are the groups that share one replica.
+
+    The ranks of a replica do not know what the others of their shard have found, so a difference is handed on.
+    """
+    refusal: ExchangeError | None = None
+    asked: list[Callable[[dict[str, str]], None]] = [partial(agree, group) for group in beside]
+    for ask in [driver.agree, *asked]:
+        try:
+            ask(settings if refusal is None else {key: str(refusal) for key in settings})
+        except ExchangeError as error:
+            refusal = refusal or error
+    if refusal is not None:
+        raise refusal
+
+
 def pick_rank(
     states: Sequence[Mapping[str, Any]],
     rank: int,
@@ -112,8 +138,8 @@ def pick_rank(
     on_world_change: str | None,
     form: WholeTensors = WHOLE,
 ) -> dict[str, Any]:
-    """This rank's content out of one or several ranks' states."""
-    contents: dict[int, dict[str, Any]] = {}
+    """This rank's content out of one or several ranks' states; of those that are of its shard if there are shards."""
+    found: list[Mapping[str, Any]] = []
     saved_worlds = set()
     for state in states:
         if not isinstance(state, Mapping) or state.get("version") not in READ_VERSIONS:
@@ -122,8 +148,11 @@ def pick_rank(
                 f"{' and '.join(map(str, READ_VERSIONS))}"
             )
         saved_worlds.add(int(state["world"]))
-        for content in state["ranks"].values():
-            contents[int(content["rank"])] = form.unpack(content)
+        found.extend(state["ranks"].values())
+    fitting = [content for content in found if form.fits(content)]
+    if not fitting and on_world_change == "reset":
+        return {**found[0], "memory": {}}
+    contents = {int(content["rank"]): form.unpack(content) for content in fitting or found}
     if saved_worlds == {world}:
         if rank not in contents:
             raise UsageError(

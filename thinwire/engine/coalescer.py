@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
@@ -27,7 +28,7 @@ class PendingBucket:
     """A bucket that is encoded and waits for others."""
 
     program: Program[None]
-    futures: Sequence[Future[Tensor]]
+    futures: Sequence[Future[Any]]
     title: str
 
 
@@ -46,6 +47,7 @@ class BucketCoalescer:
         self._adapt = adapt or (lambda program: program)
         self._pending: list[PendingBucket] = []
         self._nbytes = 0.0
+        self._companions: list[PendingBucket] = []
 
     def add(
         self,
@@ -63,11 +65,20 @@ class BucketCoalescer:
         if self._nbytes >= self.enough:
             self.flush()
 
+    def accompany(self, program: Program[Any], future: Future[Any], title: str) -> None:
+        """Have a small program, which is no bucket's, leave with the next ones; `future` gets its result."""
+
+        def run_it() -> Program[None]:
+            future.set_result((yield from program))
+
+        self._companions.append(PendingBucket(run_it(), [future], title))
+
     def flush(self) -> None:
         """Start everything that waits."""
-        if not self._pending:
+        buckets = self._pending + self._companions
+        self._pending, self._companions, self._nbytes = [], [], 0.0
+        if not buckets:
             return
-        buckets, self._pending, self._nbytes = self._pending, [], 0.0
         programs = [bucket.program for bucket in buckets]
         program = programs[0] if len(programs) == 1 else fuse_requests(together(programs))
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from thinwire.engine.drivers import Driver, ThreadDriver
-from thinwire.engine.network import Network, private_group
+from thinwire.engine.groups import private_group
+from thinwire.engine.network import Network
 from thinwire.engine.streams import StreamDriver
 from thinwire.observe.ledger import Ledger
 

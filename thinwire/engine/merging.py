@@ -33,58 +33,75 @@ class ReadyBucket:
 class BucketMerger:
     """Cuts a backward's buckets into units that are encoded together: neighbours, until they hold `enough` bytes of gradient.
 
-    The bucket with which the last of so many `parameters` comes is a unit by itself, because the step ends with it. What
+    Near both ends of a backward half of that is enough. What comes first is sent early, so that the network has less left to
+    do at the end; and the less comes last, the less of it is sent after the backward. The bucket with which the last of so many `parameters` comes is a unit by itself, because the step ends with it. What
     waits need not wait for it where the backward before says which one it is. That is so if both began with the same bucket:
     DDP has one bucket in its first backward, and others from the second on. Units do not depend on what is known, so that
     they are planned once. They are a function of sizes and order, which are the same on all ranks.
     """
 
-    def __init__(self, enough: int, parameters: int) -> None:
+    def __init__(self, enough: int, parameters: int, nbytes: int) -> None:
         self.enough = enough
         self._parameters = parameters
+        self._total = nbytes
+        """Bytes of all parameters."""
         self._waiting: list[ReadyBucket] = []
         self._nbytes = 0
         self._missing = parameters
         """Parameters that have not come in this backward."""
-        self._layouts: list[BucketLayout] = []
+        self._layouts: dict[BucketLayout, None] = {}
         """Of the buckets of this backward so far."""
         self._usual: list[BucketLayout] = []
-        """Of the buckets of the last backward."""
+        """Of the buckets of the last backward that came to its end."""
         self._joined: dict[tuple[BucketLayout, ...], BucketLayout] = {}
         """Layouts of buckets that are encoded as one, by the layouts they are made of."""
 
     def add(self, ready: ReadyBucket) -> list[list[ReadyBucket]]:
         """The units that go on now; none if this bucket waits for others."""
+        layout = ready.bucket.layout
+        self._layouts[layout] = None
         if not self.enough:
             return [[ready]]
-        layout = ready.bucket.layout
-        self._layouts.append(layout)
         self._missing -= len(layout.slots)
-        units = [] if self._missing else self._take()
+        units = [] if self._missing else self.take()
         self._waiting.append(ready)
         self._nbytes += ready.bucket.flat.nbytes
-        if not self._missing or self._nbytes >= self.enough or self._last_is_next():
-            units += self._take()
+        if not self._missing or self._nbytes >= self._limit() or self._last_is_next():
+            units += self.take()
         return units
+
+    def _limit(self) -> float:
+        """Bytes that are enough here: half of what is behind or ahead, but between a half and all of `enough`.
+
+        How far a backward has come is told by parameters. Bytes would say that an embedding is a long way, or the last
+        layers of a network of convolutions.
+        """
+        share = min(self._missing, self._parameters - self._missing) / self._parameters
+        return min(self.enough, max(self.enough, share * self._total) / 2)
 
     def _last_is_next(self) -> bool:
         count, usual = len(self._layouts), self._usual
-        return count == len(usual) - 1 and usual[0] is self._layouts[0]
+        return count == len(usual) - 1 and usual[0] is next(iter(self._layouts))
 
-    def _take(self) -> list[list[ReadyBucket]]:
+    def take(self) -> list[list[ReadyBucket]]:
         """All that wait, as one unit."""
         waiting, self._waiting, self._nbytes = self._waiting, [], 0
         return [waiting] if waiting else []
 
     def end(self) -> list[list[ReadyBucket]]:
         """The backward has ended: what waits."""
-        self._usual, self._layouts = self._layouts, []
+        self._usual = list(self._layouts)
+        return self.forget()
+
+    def forget(self) -> list[list[ReadyBucket]]:
+        """The backward is not to be learned from: what waits."""
+        self._layouts = {}
         self._missing = self._parameters
-        return self._take()
+        return self.take()
 
     def has_seen(self, layout: BucketLayout) -> bool:
         """Whether a bucket of this layout has come: a second one belongs to another backward."""
-        return any(one is layout for one in self._layouts)
+        return layout in self._layouts
 
     def join(self, buckets: Sequence[ReadyBucket]) -> Bucket:
         """The buckets as one; of the same layout in every step, as long as they lie where they were."""

@@ -126,6 +126,8 @@ class Ranks:
             for rank, flat in enumerate(flats):
                 futures[rank].value()
                 updates[rank] |= {slot.name: slot.view(flat).clone() for slot in layout.slots}
+        for reducer in self.reducers:
+            reducer.end_backward()
         return updates
 
     def held(self, rank: int) -> dict[str, Tensor]:

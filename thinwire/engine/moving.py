@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ def move(old: Reducer, group: dist.ProcessGroup, build: Callable[[Driver], Reduc
     if old.replicas is not None:
         old.replicas.followers.remove(old.assignments)
     made.coalesce_bytes, made.merge_bytes = old.coalesce_bytes, old.merge_bytes
+    made.exposure.wanted = old.exposure.wanted
     made.load_state_dict(old.state_dict())
     return made
 
@@ -63,18 +64,19 @@ def share_progress(reducer: Reducer) -> None:
     source = steps.index(max(steps))
     content = reducer.state_dict()
     shared = {key: values for key, values in content.items() if key not in OWN}
-    received = driver.broadcast(_to_bytes(shared), source)
+    received = driver.broadcast(to_bytes(shared), source)
     if reducer.step < max(steps):
         own = {key: values for key, values in content.items() if key in OWN}
-        reducer.load_state_dict({**_from_bytes(received), **own})
+        reducer.load_state_dict({**from_bytes(received), **own})
 
 
-def _to_bytes(content: dict[str, Any]) -> bytes:
+def to_bytes(content: Mapping[str, Any]) -> bytes:
+    """Plain tensors and numbers, as a message to other ranks."""
     stream = io.BytesIO()
     torch.save(content, stream)
     return stream.getvalue()
 
 
-def _from_bytes(content: bytes) -> dict[str, Any]:
+def from_bytes(content: bytes) -> dict[str, Any]:
     loaded: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return loaded

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.engine.failures import exchange_failed, failing_as, name_exchange
+from thinwire.engine.groups import DEFAULT_TIMEOUT, group_timeout, host_groups, release_groups
 from thinwire.engine.stalls import StallWatch
 from thinwire.errors import ExchangeError
 from thinwire.exchange.requests import (
-    BETWEEN,
     EVERYONE,
-    INSIDE,
     AllToAll,
     AllToAllUneven,
     Batch,
@@ -36,10 +34,6 @@ from thinwire.observe.ledger import Ledger
 
 # torch 2.13 renames it and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""Torch's own, of groups that do not tell."""
 
 
 class Network:
@@ -181,62 +175,6 @@ def place_in(group: dist.ProcessGroup) -> Place:
     return Place(dist.get_rank(group), dist.get_world_size(group))
 
 
-def private_group(
-    group: dist.ProcessGroup, device: torch.device | None = None
-) -> dist.ProcessGroup:
-    """A second group over the same ranks, gloo or what `group` has for `device`: requests of two threads on one group could
-    interleave differently on different ranks.
-
-    Only the members of a subgroup call this, so a subgroup's twin is created by local synchronisation. Torch then
-    derives its name from the ranks alone, and a second one after the first was destroyed would read the first one's
-    stale addresses; that is why `release_groups` leaves such a twin alone.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    backend = "gloo" if device is None else group._get_backend(device).name()
-    options, timeout = None, group_timeout(group, device)
-    if backend == "nccl":
-        # Its kernels are small and the network waits for them; behind backward's they would queue for milliseconds.
-        # Not in builds without CUDA.
-        options = vars(dist)["ProcessGroupNCCL"].Options(is_high_priority_stream=True)
-        if timeout is not None:
-            # Torch warns of options that say something else than `timeout` does.
-            options._timeout = timeout
-    return dist.new_group(
-        ranks,
-        backend=backend,
-        timeout=timeout,
-        pg_options=options,
-        use_local_synchronization=not _is_everyone(ranks),
-        group_desc="thinwire",
-    )
-
-
-def host_groups(group: dist.ProcessGroup, per_host: int) -> dict[str, dist.ProcessGroup]:
-    """This rank's group inside its host and its group of equal local ranks between hosts. Collective over `group`."""
-    ranks = dist.get_process_group_ranks(group)
-    hosts = [ranks[start : start + per_host] for start in range(0, len(ranks), per_host)]
-    if len(hosts[-1]) != per_host:
-        raise ExchangeError(
-            f"per_host is {per_host}; it must divide the number of ranks, {len(ranks)}"
-        )
-    teams = {INSIDE: hosts, BETWEEN: [list(team) for team in zip(*hosts, strict=True)]}
-    mine: dict[str, dist.ProcessGroup] = {}
-    for scope, members in teams.items():
-        for team in members:
-            if dist.get_rank() not in team and not _is_everyone(ranks):
-                continue
-            made = dist.new_group(
-                team,
-                backend=dist.get_backend(group),
-                timeout=group_timeout(group),
-                use_local_synchronization=not _is_everyone(ranks),
-                group_desc=f"thinwire {scope}",
-            )
-            if dist.get_rank() in team:
-                mine[scope] = made
-    return mine
-
-
 @torch.no_grad()
 def broadcast_into(tensor: Tensor, source: int, group: dist.ProcessGroup | None = None) -> None:
     """Overwrite `tensor` with the source rank's; by way of a copy, because a broadcast needs contiguous memory and
@@ -261,25 +199,3 @@ def share_from_first(
         if inside is not None and local is tensor:
             broadcast_into(local, dist.get_process_group_ranks(inside)[0], inside)
         broadcast_into(local, dist.get_process_group_ranks(group)[0], group)
-
-
-def release_groups(groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Free the threads and sockets of a private group and its parts, where that is safe and torch has not done it already."""
-    known = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
-    alive = [group for group in groups.values() if group in known]
-    # Parts of a subgroup are twins by local synchronisation too.
-    if alive and _is_everyone(dist.get_process_group_ranks(alive[0])):
-        for group in alive:
-            dist.destroy_process_group(group)
-
-
-def _is_everyone(ranks: list[int]) -> bool:
-    return len(ranks) == dist.get_world_size()
-
-
-def group_timeout(group: dist.ProcessGroup, device: torch.device | None = None) -> timedelta | None:
-    """The user's own timeout, so that a dead peer is noticed when they expect it."""
-    try:
-        return group._get_backend(device or torch.device("cpu")).options._timeout
-    except (RuntimeError, AttributeError):
-        return None

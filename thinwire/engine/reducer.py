@@ -51,6 +51,9 @@ from thinwire.plan.policy import Rule
 class Reducer:
     """Reduces the gradients of a set of parameters by one method; every rank makes it with the same settings.
 
+    A backward is a call of `reduce` for every bucket and, if it came to its end, one of `end_backward`. Without that the
+    updates of its buckets were never used: all of them are taken back when the next one begins, or somebody reads memory.
+
     Args:
         parameters: What is known of every parameter, by name.
         method: How their gradients are sent.
@@ -65,8 +68,7 @@ class Reducer:
             a second time. Without it what was sent returns to memory, and the finite part of the gradient stays there.
         when_bad: What a bad step leaves in a bucket of a layout: not-a-number everywhere, which a GradScaler skips, or
             `deliver_nothing`.
-        coalesce_bytes: Buckets wait for each other until together they send so much. With more than 0 the caller must
-            `flush` at the end of every backward; the same holds for drivers that merge buckets.
+        coalesce_bytes: Buckets wait for each other until together they send so much, or for `flush`.
         replicas: Compares the parameters of all ranks, now and then or when asked.
         settings: Further settings of the caller that have to be the same on all ranks.
     """
@@ -112,7 +114,8 @@ class Reducer:
         elif deterministic:
             adapt = partial(in_rank_order, world_of=driver.world_of)
         self._coalescer = BucketCoalescer(driver, coalesce_bytes, adapt)
-        self._merger = BucketMerger(driver.merge_bytes, len(self.parameters))
+        nbytes = sum(info.numel * info.dtype.itemsize for info in self.parameters.values())
+        self._merger = BucketMerger(driver.merge_bytes, len(self.parameters), nbytes)
         self._planner = self._plan(method, policy)
         self._journal = Journal()
         self.assignments = ParameterAssignments(
@@ -142,7 +145,8 @@ class Reducer:
 
     @property
     def merge_bytes(self) -> int:
-        """Bytes of gradient that buckets hold before they are encoded as one; what the driver says, unless it is set."""
+        """Bytes of gradient that buckets hold before they are encoded as one, half of it near the ends of a backward; what the
+        driver says, unless it is set."""
         return self._merger.enough
 
     @merge_bytes.setter
@@ -173,7 +177,7 @@ class Reducer:
     def reduce(self, bucket: Bucket, future: Future[Tensor] | None = None) -> Future[Tensor]:
         """Start the exchange of one bucket; the future's value is `bucket.flat` holding the update."""
         if self._merger.has_seen(bucket.layout):
-            self._drop_waiting()
+            self.abandon()
         future = self.driver.new_future() if future is None else future
         ready = ReadyBucket(bucket, future, self.exposure.mark())
         for unit in self._merger.add(ready):
@@ -188,23 +192,40 @@ class Reducer:
         self._hand_over([ready], lambda: torch._foreach_copy_(targets, views))
         return ready.future
 
+    def accompany(self, program: Program[Any], what: str) -> Future[Any]:
+        """Have a small program leave with the next payload, or with `flush`; its result. `what` names it to the user."""
+        future = self.driver.new_future()
+        join = partial(self._coalescer.accompany, program, future, what)
+        self.driver.hand_over(join, partial(fail, future))
+        return future
+
     def flush(self) -> None:
-        """The backward has ended: what waits for other buckets leaves."""
-        for unit in self._merger.end():
+        """What waits for other buckets leaves."""
+        for unit in self._merger.take():
             self._hand_over(unit)
         self.driver.hand_over(self._coalescer.flush, lambda error: None)
 
-    def abandon(self) -> None:
-        """The backward has failed: what it did is taken back, and what waits is dropped."""
-        self.driver.catch_up()
-        self._drop_waiting()
-        self.settle(discard=True)
-        self.end_step()
+    def end_backward(self) -> None:
+        """The backward has ended: what waits for other buckets leaves, and what was sent counts."""
+        for unit in self._merger.end():
+            self._hand_over(unit)
 
-    def _drop_waiting(self) -> None:
-        """What waits is of a backward that failed before it had all its buckets."""
-        for ready in chain.from_iterable(self._merger.end()):
+        def end() -> None:
+            self._coalescer.flush()
+            self.record.ended = True
+
+        self.driver.hand_over(end, lambda error: None)
+
+    def abandon(self) -> None:
+        """The backward has failed, if one is under way: what it sent is taken back, and what waits is dropped.
+
+        Afterwards nobody works on its buckets any more.
+        """
+        for ready in chain.from_iterable(self._merger.forget()):
             fail(ready.future, ExchangeError("the backward ended before its last bucket came"))
+        self.driver.catch_up()
+        if not self.record.ended:
+            self.end_step()
 
     def _hand_over(
         self, buckets: Sequence[ReadyBucket], then: Callable[[], None] | None = None
@@ -264,6 +285,7 @@ class Reducer:
                 look = begin_now(self.replicas.look(self.step))
                 self._coalescer.add(look, 0, [], "replicas")
         self.record.seen |= names
+        self.record.ended = False
         # Not before: the end of a step, and the schedule, may change who compresses what.
         return self._find_plan(bucket)
 
@@ -291,7 +313,9 @@ class Reducer:
     # -- the verdict -------------------------------------------------------------------------------------------
 
     def verdict(self) -> Tensor:
-        """bool []: whether the last step is bad, as far as its buckets have come to their end."""
+        """bool []: whether the last step is bad; it is unless its backward has ended, and all its buckets."""
+        if not self.record.complete:
+            self.driver.catch_up()
         return self.record.verdict(self.device)
 
     def overrule(self, bad: Tensor) -> None:
@@ -305,10 +329,10 @@ class Reducer:
     def settle(self, discard: bool = False) -> None:
         """Apply the step's verdict: after a bad (or discarded) one memory is what it was, or has back what was sent.
 
-        Readers of memory call it; the step can still be discarded until the next one begins.
+        Readers of memory call it, between two backwards; the step can still be discarded until the next one begins.
         """
-        if self.record.broken:
-            # One bucket ended in an error, and nobody waited for those behind it.
+        if not self.record.complete:
+            # A bucket ended in an error, or the backward did: nobody waited for those behind it.
             self.driver.catch_up()
         record = self.record
         if not record.seen or (record.settled and not discard):

@@ -28,6 +28,8 @@ class StepRecord:
     """bool []: the loss scale is none that gradients could be divided by."""
     overruled: Tensor | None = None
     """What somebody else says of the step: bad if this is, too."""
+    ended: bool = False
+    """Whether its backward came to its end; one that did not has nothing that was used."""
     settled: bool = False
     """Whether the verdict has been applied; the next bucket then begins a new step."""
 
@@ -44,13 +46,13 @@ class StepRecord:
         return found
 
     @property
-    def broken(self) -> bool:
-        """Whether a bucket ended in an error, so that its update was never used."""
-        return len(self.bad) < self.buckets
+    def complete(self) -> bool:
+        """Whether the backward ended, and all its buckets: an update that was never used counts for nothing."""
+        return self.ended and len(self.bad) == self.buckets
 
     def verdict(self, device: torch.device) -> Tensor:
         """bool []: the step is bad, so that nothing of it counts."""
-        if self.broken:
+        if not self.complete:
             return torch.ones((), dtype=torch.bool, device=device)
         verdicts = self.bad if self.overruled is None else [*self.bad, self.overruled]
         return any_of(verdicts) if verdicts else torch.zeros((), dtype=torch.bool, device=device)

@@ -16,6 +16,10 @@ from thinwire.engine.drivers import NetworkDriver, begin, fail, go_on
 from thinwire.engine.network import Network
 from thinwire.engine.stalls import Wait
 from thinwire.exchange.requests import Program
+from thinwire.observe.stations import DRIVER, station
+
+LOOKED_INTO = (GeneratorType, list, tuple, dict)
+"""What may hold tensors of a program."""
 
 Job = tuple[Callable[[], None], Callable[[Exception], None], torch.cuda.Event]
 
@@ -125,8 +129,9 @@ def work_off(
         while (entry := jobs.get()) is not None:
             job, on_error, ready = entry
             try:
-                stream.wait_event(ready)
-                job()
+                with station(DRIVER):
+                    stream.wait_event(ready)
+                    job()
             except Exception as error:
                 on_error(error)
             del entry, job, on_error
@@ -136,21 +141,27 @@ def find_held(program: Any) -> list[Any]:
     """The local variables of a suspended program and of the programs it runs.
 
     A program makes tensors before its first request and reads some of them after the last one, by then on another
-    stream. As long as the list lives, so does every tensor that the program has made and can still read.
+    stream. As long as the list lives, so does every tensor that the program has made and can still read. What several
+    of them know is looked into once, so that the work grows with what there is.
     """
     held: list[Any] = []
     waiting: list[Any] = [program]
+    seen: set[int] = set()
     while waiting:
         one = waiting.pop()
-        parts: list[Any] = []
-        if isinstance(one, list | tuple):
-            parts = list(one)
-        elif isinstance(one, dict):
+        # No number is used twice: what was looked into is in the list, and lives.
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict):
             parts = list(one.values())
-        elif isinstance(one, GeneratorType) and one.gi_frame is not None:
-            parts = list(one.gi_frame.f_locals.values())
-            waiting.append(one.gi_yieldfrom)
-        # What containers hold too: a program may take it out of them before it is done with it.
+        elif not isinstance(one, GeneratorType):
+            parts = list(one)
+        elif one.gi_frame is not None:
+            parts = [*one.gi_frame.f_locals.values(), one.gi_yieldfrom]
+        else:
+            continue
         held += parts
-        waiting += parts
+        # What containers hold too: a program may take it out of them before it is done with it.
+        waiting += [part for part in parts if isinstance(part, LOOKED_INTO)]
     return held

@@ -4,7 +4,8 @@
 2. Rank p adds what it got in float32, rank 0's first.
 3. Rank p quantises the sums once more, and all ranks gather them.
 
-What (1) loses stays in the sender's memory, what (3) loses in the owner's. With hosts of several ranks, the ranks of a host first add
+What (1) loses stays in the sender's memory, what (3) loses in the owner's. In the scale of an optimizer, with a finer code for sums, a
+rank quantises its own blocks like the others: (3) then loses little, and all ranks count alike. With hosts of several ranks, the ranks of a host first add
 up their gradients in full precision, each the blocks of the owners with its own number on every host; between hosts it then goes on as
 above, and inside them the coded sums are gathered.
 """
@@ -62,6 +63,9 @@ class QuantizedSum:
         self.quantizer = quantizer
         self.sum_quantizer = sum_quantizer or quantizer
         """Of what owners send to all."""
+        self.codes_own = self.sum_quantizer.bits > quantizer.bits
+        """Whether an owner's own part is quantised too, in the scale of an optimizer. Where sums have no more bits, what is left of
+        them is as large as what all ranks send together, and a code for one rank's part would let it out slowly."""
         self.stochastic = stochastic
         self.place = place
         self.per_host = per_host
@@ -123,8 +127,7 @@ class QuantizedSum:
 
         With a `divisor` (positive, the same on all ranks, in the group's layout) c / divisor is quantised. With a `limit`, in
         these units, what a rank sends of an element is cut to it, and what an owner adds up to as many times the limit as there
-        are ranks; the rest stays as well. An owner's own part is not cut by itself: in its memory lies what was left of the
-        sums, which is as large as that of all ranks together.
+        are ranks; the rest stays as well. An owner's own part is cut by itself where it is quantised, see `codes_own`.
         """
         c = account.c
         self._count(counts)
@@ -140,6 +143,7 @@ class QuantizedSum:
         sent = SentBlocks(self, blocks, self._encode(blocks, by_team, limit), by_team)
         account.write_off_all(sent if self.per_host == 1 else SentInside(before, account))
         left = blocks - sent.decoded()
+        own_left = left[self.peer].clone()
         left[self.peer] = blocks[self.peer]
         self.owned.write(left, c, self.team)
         words = torch.cat([flags.had_gradient, flags.non_finite[None]])
@@ -147,8 +151,9 @@ class QuantizedSum:
         raised, coded = self.offer.read(arrived)
         used, bad = raised[:-1], raised[-1]
         own_divisor = None if by_team is None else by_team[self.peer]
+        codes_own = own_divisor is not None and self.codes_own
         own = blocks[self.peer] if own_divisor is None else blocks[self.peer] / own_divisor
-        total = self._add_up(coded, own)
+        total = self._add_up(coded, None if codes_own else own)
         overflow = ~total.isfinite().all()
         drop_if_bad(total, overflow)
         known = used[self._slots]
@@ -158,6 +163,8 @@ class QuantizedSum:
         kept = total - self.sum_quantizer.decode(final)
         if own_divisor is not None:
             kept = kept * own_divisor
+        if codes_own:
+            kept += own_left
         sent.settle_used(c, known, kept)
         message = self.sums.write(overflow[None], Coded(*(part[None] for part in final)))
         gathered = yield from self.gather(message.view(-1))
@@ -259,11 +266,12 @@ class QuantizedSum:
         seeds = scramble(self._seeds + self._steps * -1640531527 + stream * 40503)
         return draw(seeds[slots], places, self.owned.size)
 
-    def _add_up(self, coded: Coded, own: Tensor) -> Tensor:
-        """In rank order, this rank's own blocks as they were."""
+    def _add_up(self, coded: Coded, own: Tensor | None) -> Tensor:
+        """In rank order; this rank's own blocks as they are given, or by their codes."""
         rows = list(self.quantizer.decode(coded).unbind(0))
-        rows[self.peer] = own
-        total = rows[0].to(own.dtype, copy=True)
+        if own is not None:
+            rows[self.peer] = own
+        total = rows[0].to(self.group.dtype, copy=True)
         for row in rows[1:]:
             total += row
         return total

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,8 +18,8 @@ from thinwire.integrations.files import load_rank, save_rank
 from thinwire.methods import Method
 from thinwire.validate import check_instance
 
-_made: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
-"""How many handles each accelerator was given, so that their files have different names."""
+_names: WeakKeyDictionary[Accelerator, set[str]] = WeakKeyDictionary()
+"""What the files of each accelerator's open handles are called."""
 
 
 def compress(
@@ -56,8 +59,11 @@ def compress(
     # Accelerate wraps the optimizers it prepares.
     own = getattr(optimizer, "optimizer", optimizer)
     handle = attach(model, method, optimizer=own, **settings)
-    made = _made[accelerator] = _made.get(accelerator, 0) + 1
-    name = "thinwire" if made == 1 else f"thinwire{made}"
+    taken = _names.setdefault(accelerator, set())
+    # A handle that takes the place of one that was closed has to find that one's files.
+    name = next(one for one in _numbered("thinwire") if one not in taken)
+    taken.add(name)
+    handle.on_close(partial(taken.discard, name))
 
     def save(models: Any, weights: Any, folder: str) -> None:
         save_rank(handle, folder, name=name)
@@ -68,3 +74,9 @@ def compress(
     handle.on_close(accelerator.register_save_state_pre_hook(save).remove)
     handle.on_close(accelerator.register_load_state_pre_hook(load).remove)
     return handle
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """The name, and then the same with 2, 3 and so on behind it."""
+    yield name
+    yield from (f"{name}{number}" for number in count(2))

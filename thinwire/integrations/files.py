@@ -10,12 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from thinwire.engine.checkpoint import agree_everywhere
 from thinwire.errors import UsageError
 from thinwire.files import write_bytes
 from thinwire.handle import Handle
+from thinwire.layout import local_part
 
 logger = logging.getLogger(__name__)
+
+FILES = "files"
+"""Of how many files one is."""
 
 
 def save_rank(handle: Handle, folder: str | Path, *, name: str = "thinwire") -> Path:
@@ -32,7 +38,7 @@ def save_rank(handle: Handle, folder: str | Path, *, name: str = "thinwire") -> 
     path = _path(folder, name, dist.get_rank())
     path.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
-    torch.save(handle.state_dict(), content)
+    torch.save({**_plain(handle.state_dict()), FILES: dist.get_world_size()}, content)
     write_bytes(path, content.getvalue())
     return path
 
@@ -54,20 +60,21 @@ def load_rank(
         handle: Whose state it is.
         folder: Where `save_rank` wrote to.
         name: How the files' names begin.
-        on_world_change: If the number of ranks is another one: "mean" gives everybody the mean, "reset" nothing.
+        on_world_change: If the number of ranks is another one: "mean" gives everybody the mean, "reset" nothing. Other
+            shards can only be "reset"; what they hold back is moved by a distributed checkpoint.
 
     Returns:
         Whether there was anything to restore.
     """
     states: list[Mapping[str, Any]] = []
     try:
-        states = _read(Path(folder), name, dist.get_rank(), handle.world)
+        states = _read(Path(folder), name, dist.get_rank(), (handle.rank, handle.world))
         found = _describe(states)
     except Exception as error:  # A rank that raised alone would leave the others waiting.
         found = f"a file that cannot be read ({error})"
-        handle.reducer.driver.agree({"the saved state": found})
+        agree_everywhere(handle.reducer.driver, handle.beside, {"the saved state": found})
         raise
-    handle.reducer.driver.agree({"the saved state": found})
+    agree_everywhere(handle.reducer.driver, handle.beside, {"the saved state": found})
     if not states:
         logger.warning(
             "there is no %s in %s; nothing is restored of what was held back, so the run differs from one that was never interrupted",
@@ -79,23 +86,41 @@ def load_rank(
     return True
 
 
-def _read(folder: Path, name: str, rank: int, world: int) -> list[Mapping[str, Any]]:
-    """This rank's state, or those of all ranks of another world; nothing if there is none.
+def _read(folder: Path, name: str, rank: int, seat: tuple[int, int]) -> list[Mapping[str, Any]]:
+    """What was saved of this seat (rank, ranks) by this rank, or all files if that was another seat; nothing if there is none.
 
-    The first rank's file says how many ranks have written. Files of more ranks may be left there from an earlier time.
+    The first rank's file says how many were written. Files of more ranks may be left there from an earlier time.
     """
-    known = [path for path in (_path(folder, name, 0), _path(folder, name, rank)) if path.exists()]
+    own = _path(folder, name, rank)
+    known = [path for path in (_path(folder, name, 0), own) if path.exists()]
     if not known:
         return []
-    saved_world = int(_load(known[0])["world"])
-    ranks = [rank] if saved_world == world else range(saved_world)
-    paths = [_path(folder, name, one) for one in ranks]
+    first = _load(known[0])
+    saved = int(first.get(FILES, first["world"]))
+    if rank < saved and own.exists():
+        state = _load(own)
+        if seat in _seats(state):
+            return [state]
+    paths = [_path(folder, name, one) for one in range(saved)]
     missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise UsageError(
-            f"{folder} was written by {saved_world} ranks, and {', '.join(missing)} is not there"
+            f"{folder} was written by {saved} ranks, and {', '.join(missing)} is not there"
         )
     return [_load(path) for path in paths]
+
+
+def _seats(state: Mapping[str, Any]) -> list[tuple[int, int]]:
+    return [(int(content["rank"]), int(state["world"])) for content in state["ranks"].values()]
+
+
+def _plain(state: Any) -> Any:
+    """The same state with this rank's part of what is spread over ranks: another job may have no such mesh."""
+    if isinstance(state, Tensor):
+        return local_part(state)
+    if isinstance(state, Mapping):
+        return {key: _plain(value) for key, value in state.items()}
+    return state
 
 
 def _describe(states: list[Mapping[str, Any]]) -> str:

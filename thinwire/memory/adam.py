@@ -143,18 +143,18 @@ class AdamState(MemoryState):
     # -- the scale -------------------------------------------------------------------------------------------------
 
     def due(self, names: Sequence[str], counts: Sequence[int]) -> Refresh | None:
-        """Every so many exchanges of the first slot, from the one behind the dense start on."""
+        """Every so many exchanges of the first slot; the first so many behind the dense start, which has just taught v."""
         if any(self.stores[SECOND_MOMENT].view(name) is None for name in names):
             raise UsageError(
                 f"{names[0]!r} has no second moment to divide by; load the optimizer's state as well as the handle's"
             )
         refresh = self.setting.refresh
-        if refresh is None or self._behind(counts) % refresh.every:
+        if refresh is None or (self._behind(counts) + 1) % refresh.every:
             return None
         return refresh
 
     def _behind(self, counts: Sequence[int]) -> int:
-        """Exchanges since the second moment was taken over."""
+        """Exchanges since the second moment was taken over, before this one."""
         return max(0, counts[0] - self.adam.since)
 
     def divisor(self, group: Group, scale: Tensor | None) -> Divisor:

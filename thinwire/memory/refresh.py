@@ -19,7 +19,7 @@ class Refresh(Described):
     """
 
     every: int = 50
-    """Exchanges from one refresh to the next."""
+    """Exchanges from one refresh to the next; the first comes so many after the dense start."""
     bits: int = 8
     """Of every element of the gradients on the way: 8 (in blocks of 128), 16 or 32."""
     counts_for: int | None = None

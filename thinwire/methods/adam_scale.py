@@ -27,28 +27,35 @@ from thinwire.validate import (
 )
 
 FROZEN = "frozen"
-USUAL_ADAM = AdamSettings(beta1=0.9, beta2=0.999, eps=1e-8, learned=1000, since=-1)
-"""What is taken over, in a rehearsal. One exchange came before, so that no refresh is due."""
+USUAL_ADAM = AdamSettings(beta1=0.9, beta2=0.999, eps=1e-8, learned=1000, since=0)
+"""What is taken over, in a rehearsal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settled(Described):
-    """When the dense start has done its work: the second moment of no tensor changes much any more.
+    """When the dense start has done its work: the divisors of most tensors that are to be compressed hardly change any more.
 
-    All ranks look in the same steps, and agree.
+    All ranks compare the same steps, and agree.
     """
 
     tolerance: float = 0.1
-    """The sum of every tensor's second moment has to stay within this share of what it was,"""
+    """The mean size of a tensor's divisor has to stay within this share of what it was, for three tensors of four,"""
     steps: int = 50
-    """from one look to the next, so many steps later."""
+    """from one window to the next, of so many steps each."""
     at_least: int = 100
-    """Steps before the first look."""
+    """Steps that are dense in any case."""
+    at_most: int = 1000
+    """Steps after which the dense start ends in any case, with a warning."""
 
     def __post_init__(self) -> None:
         check_positive_number("tolerance", self.tolerance)
         check_positive_int("steps", self.steps)
         check_positive_int("at_least", self.at_least)
+        check_positive_int("at_most", self.at_most)
+        if self.at_most < self.at_least:
+            raise UsageError(
+                f"at_most is {self.at_most!r}; it must be no less than at_least, {self.at_least}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +78,8 @@ class AdamScale(Method):
     divisor: str | Refresh = FROZEN
     """"frozen" keeps it as the dense start left it; tw.memory.Refresh(every=50) learns on."""
     limit: float | None = None
-    """The most that a worker sends of an element, in units of its divisor; the rest waits. A refreshed divisor wants one."""
+    """The most that a worker sends of an element, in units of its divisor; the rest waits. A refreshed divisor wants one. Where
+    quantised sums have no more bits than what is sent, an owner's own part is cut with the sum only."""
     floor: float = 0.0
     """The least second moment of an element, as a share of the mean over its tensor; limits the steps of entries that had no
     gradient in the dense start, as those of rare words."""
@@ -111,7 +119,9 @@ class AdamScale(Method):
     def seldom(self) -> tuple[int, Method] | None:
         if not isinstance(self.divisor, Refresh):
             return None
-        return self.divisor.every, self.scaled(replace(USUAL_ADAM, since=0))
+        every = self.divisor.every
+        # As many exchanges came before as make the next one a refresh.
+        return every, self.scaled(replace(USUAL_ADAM, since=1 - every))
 
     @property
     def host_sync_free(self) -> bool:

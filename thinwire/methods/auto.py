@@ -32,13 +32,15 @@ class Auto(Method):
     """Steps after which the time of a step is compared with what was expected; three windows that differ by more than
     15 % make it plan anew."""
 
-    suits_adam = True
-
     def __post_init__(self) -> None:
         check_choice("quality", self.quality, ("safe", "balanced", "fastest"))
         check_positive_number("measure_s", self.measure_s)
         for field in ("measure_steps", "trial_steps", "window"):
             check_positive_int(field, getattr(self, field))
+
+    @property
+    def suits_adam(self) -> bool:
+        return True
 
     @property
     def adaptive(self) -> Adaptive | None:

@@ -64,8 +64,11 @@ class Method(Described, ABC):
     """Whether every element is sent."""
     selects: ClassVar[bool] = False
     """Whether it chooses entries by a `selector()`."""
-    suits_adam: ClassVar[bool] = False
-    """Whether Adam, behind it, still divides by about the size of gradients."""
+
+    @property
+    def suits_adam(self) -> bool:
+        """Whether Adam behind it divides by about the size of gradients all the same, or its step is taken over."""
+        return self.takes_over == ADAM_TAKEOVER
 
     @property
     def host_sync_free(self) -> bool:
@@ -166,10 +169,13 @@ class Dense(Method):
     dtype: torch.dtype | None = None
 
     is_dense = True
-    suits_adam = True
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, (None, torch.bfloat16, torch.float16))
+
+    @property
+    def suits_adam(self) -> bool:
+        return True
 
     def in_scale(self, memory: Memory) -> Method:
         return self

@@ -76,7 +76,7 @@ class Quantized(Method):
         return sum(one.bits_per_element(self.block) for one in both) / 2
 
     @property
-    def suits_adam(self) -> bool:  # type: ignore[override]
+    def suits_adam(self) -> bool:
         """With fewer bits most of a gradient is as small as the rounding, and comes late."""
         return min(self.quantizer.bits, self.sum_quantizer.bits) >= 4
 

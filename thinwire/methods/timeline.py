@@ -53,6 +53,10 @@ class Timeline(Method):
         )
 
     @property
+    def suits_adam(self) -> bool:
+        return all(method.suits_adam for _, method in self.phases)
+
+    @property
     def host_sync_free(self) -> bool:
         return all(method.host_sync_free for _, method in self.phases)
 

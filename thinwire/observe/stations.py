@@ -15,7 +15,9 @@ HOOK = "thinwire::hook"
 ENCODE = "thinwire::encode"
 EXCHANGE = "thinwire::exchange"
 DECODE = "thinwire::decode"
-STATIONS = (HOOK, ENCODE, EXCHANGE, DECODE)
+DRIVER = "thinwire::driver"
+"""On CUDA the whole host work of a unit, on a thread of its own, with the others in it."""
+STATIONS = (HOOK, ENCODE, EXCHANGE, DECODE, DRIVER)
 
 Watcher = Callable[[str], AbstractContextManager[Any]]
 

@@ -28,7 +28,8 @@ from thinwire.methods.base import Dense, Method
 from thinwire.methods.timeline import Timeline
 from thinwire.optim.adam_step import step_of, take_step
 from thinwire.optim.base import Takeover, common_setting, refuse_foreign_parameters
-from thinwire.optim.settling import SettlingWatch
+from thinwire.optim.loaded import LoadedState
+from thinwire.optim.settling import SettlingWatch, find_compressed, measure_moments
 from thinwire.plan.policy import Rule
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class AdamTakeover(Takeover):
     _hidden: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
     """Gradients of compressed parameters, while the optimizer steps the others."""
     _watch: SettlingWatch = field(default_factory=SettlingWatch)
+    _loaded: LoadedState = field(default_factory=LoadedState)
     _removers: list[Any] = field(default_factory=list)
     """Take the hooks off the optimizer; empty when nothing is taken over."""
 
@@ -123,6 +125,7 @@ class AdamTakeover(Takeover):
         self.handles = handles
         optimizer = self.optimizer
         self._removers = [
+            *self._loaded.follow(optimizer),
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_post_hook(self._save_plain),
@@ -200,12 +203,15 @@ class AdamTakeover(Takeover):
         start, reducer = self.method.start, self.handles[0].reducer
         if isinstance(start, int):
             return reducer.step >= start
-        moments = [
-            state["exp_avg_sq"] for state in self.optimizer.state.values() if "exp_avg_sq" in state
-        ]
         # Workers in one process share the optimizer: they agree anyhow.
         driver = reducer.driver if len(self.handles) == 1 else None
-        return self._watch.has_settled(start, moments, reducer.step, self.adam.beta2, driver)
+        return self._watch.has_settled(start, self._measure, reducer.step, driver)
+
+    def _measure(self) -> Tensor:
+        """The sizes of the second moments that are to be divided by."""
+        names, state = find_compressed(self.handles[0]), self.optimizer.state
+        states = [state[self.parameters[name]] for name in names if self.parameters[name] in state]
+        return measure_moments(states, self.adam.beta2)
 
     def count_learned(self) -> int:
         """Steps that the optimizer has taken. The host waits for an optimizer whose counters are on a device."""
@@ -309,6 +315,10 @@ class AdamTakeover(Takeover):
         logger.info(
             "gave momentum and second moment back to the optimizer, which goes on from them"
         )
+
+    def step_back(self) -> None:
+        self._let_go()
+        self._loaded.put_back(self.optimizer)
 
     def _drop(self) -> None:
         """Before the memories are freed. Ranks hold different momenta, so that everybody starts from none."""

@@ -39,6 +39,10 @@ class Takeover(ABC):
         """Have it go on so. All parameters must be dense by now: what was gathered is then the same on all ranks."""
         raise NotImplementedError
 
+    def step_back(self) -> None:
+        """Have it go on from what it has loaded itself, as in the state that its handle is about to load."""
+        raise NotImplementedError
+
     def follow_switch(self, handle: Handle) -> None:  # noqa: B027
         """The handle has another method from now on."""
 

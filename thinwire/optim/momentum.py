@@ -16,6 +16,7 @@ from thinwire.layout import local_part
 from thinwire.methods.base import DenseMomentum, Method
 from thinwire.optim.base import Takeover, refuse_foreign_parameters
 from thinwire.optim.dgc_sgd import DECAY_BUFFER, decay_direction
+from thinwire.optim.loaded import LoadedState
 from thinwire.optim.velocity import VelocityOptimizer
 from thinwire.plan.policy import Rule
 
@@ -54,6 +55,7 @@ class MomentumTakeover(Takeover):
     _gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
     _decay: dict[nn.Parameter, dict[str, Tensor]] = field(default_factory=dict)
     """The momentum of every parameter's weight decay; the same on all ranks."""
+    _loaded: LoadedState = field(default_factory=LoadedState)
     _removers: list[Any] = field(default_factory=list)
     """Take the hooks off the optimizer; empty when nothing is taken over."""
 
@@ -107,6 +109,7 @@ class MomentumTakeover(Takeover):
     def _take_hold(self, handle: Handle) -> None:
         self._take_settings()
         removers = [
+            *self._loaded.follow(self.optimizer),
             self.optimizer.register_step_pre_hook(self._begin_step),
             self.optimizer.register_step_post_hook(self._restore_gradients),
             self.optimizer.register_state_dict_post_hook(self._save_plain),
@@ -261,6 +264,10 @@ class MomentumTakeover(Takeover):
                 self.optimizer.state[parameter][BUFFER] = total
         self._let_go()
         logger.info("gave momentum and weight decay back to the optimizer, which goes on from them")
+
+    def step_back(self) -> None:
+        self._let_go()
+        self._loaded.put_back(self.optimizer)
 
     def drop(self) -> None:
         """The same without what has been gathered: ranks hold different momenta, so everybody starts from none."""

@@ -2,46 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from thinwire.exchange.requests import Program, Sum
 from thinwire.methods.adam_scale import Settled
+from thinwire.plan.planner import FAR
+from thinwire.plan.policy import make_plan
 
 if TYPE_CHECKING:
     from thinwire.engine.drivers import Driver
+    from thinwire.handle import Handle
+
+logger = logging.getLogger(__name__)
+
+LOOKS = 5
+"""In a window: a single second moment is as noisy as the few gradients in it."""
+MOST_TENSORS = 0.75
+"""The share of them that has to have settled: those of rare rows never do."""
 
 
 @dataclass(eq=False)
 class SettlingWatch:
-    """Looks every few steps. What it saw last is not saved: after a restart it needs two looks again."""
+    """Compares windows of steps with the one before. What it saw is not saved: after a restart it needs two windows again."""
 
-    _sizes: Tensor | None = None
-    """Of every tensor's second moment at the last look, its sum."""
-    _looked: int = 0
+    _seen: list[Tensor] = field(default_factory=list)
+    """Sizes in this window."""
+    _before: Tensor | None = None
+    """Their mean in the last one."""
 
     def has_settled(
-        self,
-        rule: Settled,
-        moments: Sequence[Tensor],
-        step: int,
-        beta2: float,
-        driver: Driver | None,
+        self, rule: Settled, sizes: Callable[[], Tensor], step: int, driver: Driver | None
     ) -> bool:
-        """Whether all tensors have, on all ranks; asked in every step. The host waits where it looks."""
-        if not moments or step < rule.at_least or step - self._looked < rule.steps:
+        """Whether the dense start may end, the same on all ranks; asked behind every step. The host waits at a window's end.
+
+        `sizes` gives one number per tensor, the root of its mean second moment.
+        """
+        if step >= rule.at_most:
+            logger.warning(
+                "second moments have not settled within %g after %d steps; the dense start ends all the same",
+                rule.tolerance,
+                step,
+            )
+            return True
+        if step % max(1, rule.steps // LOOKS) == 0:
+            self._seen.append(sizes())
+        if step % rule.steps or not self._seen:
             return False
-        # The start from 0 is corrected, as Adam does it.
-        sizes = torch.stack([v.sum(dtype=torch.float32) for v in moments]) / (1 - beta2**step)
-        before, self._sizes, self._looked = self._sizes, sizes, step
-        if before is None or before.shape != sizes.shape:
-            return self._agree(torch.zeros((), device=sizes.device), driver)
-        change = (sizes - before).abs() / before.clamp(min=torch.finfo(torch.float32).tiny)
-        return self._agree((change.amax() < rule.tolerance).float(), driver)
+        alike = [one for one in self._seen if one.shape == self._seen[-1].shape]
+        before, now = self._before, torch.stack(alike).mean(0)
+        self._before, self._seen = now, []
+        if step < rule.at_least:
+            return False
+        settled = torch.zeros((), device=now.device)
+        if before is not None and before.shape == now.shape and now.numel():
+            change = (now - before).abs() / before.clamp(min=torch.finfo(torch.float32).tiny)
+            settled = (change.quantile(MOST_TENSORS) < rule.tolerance).float()
+        return self._agree(settled, driver)
 
     def _agree(self, settled: Tensor, driver: Driver | None) -> bool:
         if driver is None or driver.place.world == 1:
@@ -53,3 +75,23 @@ class SettlingWatch:
 def _sum(settled: Tensor) -> Program[Tensor]:
     (total,) = yield (Sum(settled[None], "start", control_bytes=settled.nbytes),)
     return total[0]
+
+
+def find_compressed(handle: Handle) -> list[str]:
+    """The parameters that the handle's settings compress in the end."""
+    reducer = handle.reducer
+    infos, world = reducer.parameters.values(), reducer.driver.place.world
+    plan = make_plan(infos, *handle.steering.settings(), world, FAR, quiet=True)
+    return [name for name, one in plan.items() if not one.dense]
+
+
+def measure_moments(states: Iterable[dict[str, Any]], beta2: float) -> Tensor:
+    """float32: the root of each mean second moment in an Adam's states, with the bias of its own steps corrected."""
+    states = [state for state in states if "exp_avg_sq" in state]
+    means = [state["exp_avg_sq"].mean(dtype=torch.float32) for state in states]
+    if not means:
+        return torch.empty(0)
+    learned = [
+        1 - beta2 ** state["step"].to(mean) for state, mean in zip(states, means, strict=True)
+    ]
+    return (torch.stack(means) / torch.stack(learned)).sqrt()

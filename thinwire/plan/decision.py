@@ -24,6 +24,8 @@ NEAR_SILENT = 1.10
 """A step this near to one without communication is fast enough."""
 NEAR_FASTEST = 1.02
 """So is one this near to the fastest that can be had."""
+KEPT_WITHIN = 1.05
+"""What is kept for good takes no more than this many times the fastest that was tried, however near to no communication it is."""
 WORTH_A_TRIAL = 1.5
 """What is predicted to take this many times the fastest does not win, and trying it may take minutes on a slow link."""
 
@@ -116,7 +118,7 @@ class Predictor:
             seconds += (self._prices.seconds(more) - seconds) / every
             sent += (sent_bytes(more) - sent) / every
         work = self.profile.work[candidate.label]
-        encode, decode = work.at(numel, self._world, self.profile.world)
+        encode, decode = work.at(numel, self._world, self.profile.world, self.profile.sharing)
         cost = Cost(encode, seconds, decode, self._prices.latencies(rounds), sent)
         weight = numel / max(1, sum(self._sizes))
         return Level(cost, weight * candidate.kept(unit.curve)), sent

@@ -81,6 +81,15 @@ class MeasuredPrices(Prices):
     def seconds_per_byte(self, kind: str) -> float:
         return self.lines[LIKE.get(kind, kind)].per_byte_s
 
+    def times(self, factor: float) -> MeasuredPrices:
+        """Everything so many times as dear."""
+        return MeasuredPrices(
+            {
+                kind: Line(factor * line.latency_s, factor * line.per_byte_s)
+                for kind, line in self.lines.items()
+            }
+        )
+
 
 @dataclass(frozen=True)
 class LinkPrices(Prices):

@@ -41,12 +41,18 @@ class WorkCost:
     per_worker_s: float
     """What decoding takes longer for every further worker, by element."""
 
-    def at(self, numel: int, world: int, measured_world: int) -> tuple[float, float]:
-        """(encoding, decoding) of so many elements."""
+    def at(
+        self, numel: int, world: int, measured_world: int, sharing: int = 1
+    ) -> tuple[float, float]:
+        """(encoding, decoding) of so many elements.
+
+        What a device has to do for each takes as many times as long as workers are `sharing` it; what the host needs before, and
+        any smallest bucket takes, does not.
+        """
         more = (world - measured_world) * self.per_worker_s
         per_element = max(0.0, self.decode.per_byte_s + more)
-        encode = self.encode.latency_s + self.encode.per_byte_s * numel
-        return encode, self.decode.latency_s + per_element * numel
+        encode = self.encode.latency_s + sharing * self.encode.per_byte_s * numel
+        return encode, self.decode.latency_s + sharing * per_element * numel
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Profile:
     rest_s: float
     """See `Conditions`."""
     sharing: int
+    """Workers on one device; `work` is what one takes that has it to itself."""
     decode_on_link: bool
     parameters: tuple[ParameterInfo, ...]
     work: Mapping[str, WorkCost]
@@ -73,9 +80,7 @@ class Profile:
     @property
     def conditions(self) -> Conditions:
         ready = tuple(unit.ready_s for unit in self.units)
-        return Conditions(
-            ready, self.rest_s, self.sharing, self.decode_on_link, self.coalesce_bytes
-        )
+        return Conditions(ready, self.rest_s, self.decode_on_link, self.coalesce_bytes)
 
     def infos(self, unit: Unit) -> list[ParameterInfo]:
         by_name = {info.name: info for info in self.parameters}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from thinwire.observe.notebook import html_table
@@ -16,8 +16,6 @@ class PlanReport:
     """`print(handle.plan())` shows the table; iterate for the rows."""
 
     rows: tuple[SlotPlan, ...]
-    notes: dict[str, str]
-    """Parameters that are in a passing state, such as a flush that is still to come."""
     backends: dict[str, str] = field(default_factory=dict)
     """Who does the work of each parameter, and why nobody faster does; empty before the first step."""
     memory_bytes: int = 0
@@ -70,9 +68,23 @@ class PlanReport:
                 f"({self.kept_bytes / max(1, compressed):.3g} bytes per compressed element)"
             )
         sentences += [f"{what} takes {nbytes / 1e6:.1f} MB" for what, nbytes in self.beside.items()]
-        return sentences
+        return sentences + self._workers()
+
+    def _workers(self) -> list[str]:
+        """One sentence for all parameters that the same code works on, for the same reason."""
+        alike: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.info.name in self.backends:
+                alike.setdefault(self.backends[row.info.name], []).append(row.info.name)
+        return [f"work on {shorten(ns)} is done by {who}" for who, ns in alike.items()]
 
     def _cells(self, row: SlotPlan) -> tuple[str, ...]:
-        why = self.notes.get(row.info.name, row.reason)
         shape = "x".join(map(str, row.info.shape)) or "scalar"
-        return (row.info.name, shape, row.info.kind.value, row.action, why)
+        return (row.info.name, shape, row.info.kind.value, row.action, row.reason)
+
+
+def shorten(names: Sequence[str], shown: int = 2) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - shown
+    *first, last = [*names[:shown], f"{more} more"] if more > 0 else names
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,8 +1,8 @@
 """The model of a training step: buckets become ready, are encoded, take turns on one link, and are decoded.
 
-    R_i = b_i + s * sum_{j<=i} e_j              s = workers that share the device
+    R_i = b_i + sum_{j<=i} e_j
     F_i = max(F_{i-1}, R_i) + c_i               one link, buckets in order
-    T   = max(F_n, R_n + s * sum_{j<n} d_j) + s * d_n + rest
+    T   = max(F_n, R_n + sum_{j<n} d_j) + d_n + rest
 
 Where the thread that communicates also decodes (gloo), c_i becomes c_i + d_i and the sums of d vanish.
 
@@ -12,6 +12,7 @@ travel together: they wait until they send `coalesce_bytes`, leave when the last
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -36,8 +37,6 @@ class Conditions:
     """b_i: when each bucket's gradient is there, from the moment at which the first one is."""
     rest_s: float
     """From the end of the last bucket's exchange to the first bucket of the next step: optimizer, forward, first layers."""
-    sharing: int = 1
-    """s: workers that share the device, so that each one's encoding delays the others'."""
     decode_on_link: bool = False
     """Whether the thread that communicates decodes as well."""
     coalesce_bytes: float = 0.0
@@ -50,11 +49,9 @@ class Conditions:
 
     def charge(self, cost: Cost) -> Cost:
         """What a bucket really adds to encoding, link and decoding here."""
-        encode, decode = self.sharing * cost.encode_s, self.sharing * cost.decode_s
-        if self.decode_on_link:
-            exchange = cost.exchange_s + cost.decode_s
-            return replace(cost, encode_s=encode, exchange_s=exchange, decode_s=0.0)
-        return replace(cost, encode_s=encode, decode_s=decode)
+        if not self.decode_on_link:
+            return cost
+        return replace(cost, exchange_s=cost.exchange_s + cost.decode_s, decode_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -106,6 +103,34 @@ def exchange_together(costs: Sequence[Cost]) -> float:
     """Seconds of buckets that travel as one: all that they send, and the largest of their latencies."""
     latencies = [cost.latency_s for cost in costs]
     return sum(cost.exchange_s for cost in costs) - sum(latencies) + max(latencies)
+
+
+NOTICEABLE = 0.02
+"""Of a step: what is measured and what is predicted may differ by so much."""
+MOST_DEARER = 4.0
+SEARCH_STEPS = 12
+
+
+def find_dearness(conditions: Conditions, costs: Sequence[Cost], measured_s: float) -> float:
+    """How many times as dear as priced the exchanges of a step are that was measured; a quarter to four times.
+
+    Links were priced by themselves. In a step they share processors and memory with the rest of it.
+    """
+
+    def predict(factor: float) -> float:
+        dearer = [
+            replace(c, exchange_s=factor * c.exchange_s, latency_s=factor * c.latency_s)
+            for c in costs
+        ]
+        return predict_step(conditions, dearer).step_s
+
+    if abs(predict(1.0) - measured_s) <= NOTICEABLE * measured_s:
+        return 1.0
+    low, high = 1 / MOST_DEARER, MOST_DEARER
+    for _ in range(SEARCH_STEPS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if predict(middle) < measured_s else (low, middle)
+    return math.sqrt(low * high)
 
 
 SPREAD_BUCKETS = 10

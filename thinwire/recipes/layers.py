@@ -20,7 +20,7 @@ def describe_layers(plan: PlanReport, stats: Stats) -> list[dict[str, Any]]:
                 "shape": list(row.info.shape),
                 "elements": row.info.numel,
                 "action": row.action,
-                "why": plan.notes.get(row.info.name, row.reason),
+                "why": row.reason,
                 "density": None if sent is None else sent.density,
                 "dense_bytes": None if sent is None else sent.dense_bytes / steps,
                 "wire_bytes": None if sent is None else sent.wire_bytes / steps,

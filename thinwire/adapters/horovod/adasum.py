@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.adapters.horovod.environment import is_homogeneous, local_size
 from thinwire.adapters.wrapped import WrappedOptimizer
-from thinwire.engine.network import host_groups
+from thinwire.engine.groups import host_groups
 from thinwire.errors import UsageError
 from thinwire.exchange.requests import BETWEEN, INSIDE
 

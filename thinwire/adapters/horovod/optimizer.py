@@ -109,5 +109,5 @@ def join(device: int = -1) -> int:
     while not (store.check(["last"]) and int(store.get("last").split()[1]) < done):
         optimizers[0].contribute_nothing()
         done += 1
-    optimizers[0].handle.reducer.abandon()
+    optimizers[0].handle.reducer.settle(discard=True)
     return int(store.get("last").split()[0])
