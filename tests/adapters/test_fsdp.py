@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import thinwire as tw
 from tests.contracts.cluster import sparse
+from tests.lanes import slow
 from tests.sharded import (
     ACCUMULATIONS,
     Block,
@@ -250,6 +251,75 @@ def bad_column_job(rank: int, world: int, skipped: str) -> None:
 @pytest.mark.parametrize("skipped", ["forget", "keep"])
 def test_a_bad_gradient_in_one_column_is_seen_by_all(sharded, skipped):
     sharded.run(bad_column_job, skipped)
+
+
+def bad_micro_batch_job(rank: int, world: int, bad: int, accumulation: str) -> None:
+    """Two backwards that are sent add up to one step. One of them is bad in one shard: nothing of either stays."""
+    mesh = make_mesh(2, 2)
+    model = make_model(mesh)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    handle = tw.attach(model, sparse(), grad_scaler=scaler)
+    names = [row.info.name for row in handle.plan() if not row.dense]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        before = {name: handle.residual(name) for name in names}
+        for micro in range(2):
+            ids = batch(rank, step, micro).clamp(max=29)
+            if accumulation == "no sync":
+                model.set_requires_gradient_sync(micro == 1)
+            if step == 2 and rank == 3 and micro == bad:
+                ids[0, 0] = 30
+                poison_token(model, 30, ids)
+            scaler.scale(loss_of(model, ids)).backward()
+        assert all(local(p.grad).isnan().all() == (step == 2) for p in model.parameters())
+        held = [torch.equal(handle.residual(name), before[name]) for name in names]
+        assert all(held) == (step == 2)
+        scaler.step(optimizer)
+        scaler.update()
+        # Zeros are no gradients that the next step adds to.
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    assert scaler.get_scale() == 32.0
+    assert are_replicas_equal(model, mesh.get_group("replicate"))
+    handle.close()
+
+
+@pytest.mark.parametrize(
+    ("bad", "accumulation"),
+    [(0, "every backward"), (1, "every backward"), slow(0, "no sync"), slow(1, "no sync")],
+)
+def test_a_step_of_two_backwards_is_taken_back_as_a_whole(sharded, bad, accumulation):
+    sharded.run(bad_micro_batch_job, bad, accumulation)
+
+
+def discard_job(rank: int, world: int, shape: tuple[int, int], method: Any) -> None:
+    """Of two backwards after a step, and of three."""
+    model = make_model(make_mesh(*shape))
+    handle = tw.attach(model, method, skippable=True)
+    optimizer = train(model, 2)
+    names = [row.info.name for row in handle.plan()]
+    for backwards in (2, 3):
+        held = {name: handle.residual(name) for name in names}
+        for micro in range(backwards):
+            loss_of(model, batch(rank, 5, micro)).backward()
+        handle.discard_step()
+        assert all(torch.equal(handle.residual(name), held[name]) for name in names)
+        optimizer.zero_grad()
+        train(model, [6], optimizer=optimizer)
+        assert not all(torch.equal(handle.residual(name), held[name]) for name in names)
+    handle.close()
+
+
+@pytest.mark.parametrize(
+    ("shape", "method"),
+    [
+        ((2, 2), sparse()),
+        slow((4, 1), sparse()),
+        slow((2, 2), tw.PowerSGD(rank=2, dense_fallback=False)),
+        slow((2, 2), tw.OkTopK(density=0.05, dense_fallback=False)),
+    ],
+)
+def test_a_discarded_step_of_several_backwards_leaves_no_trace(sharded, shape, method):
+    sharded.run(discard_job, shape, method)
 
 
 class Stop(Exception):

@@ -54,6 +54,7 @@ class Unit:
                     f"parameter {name!r} is offloaded to the CPU; offload_policy must be OffloadPolicy(), which is none"
                 )
         self._layout: BucketLayout | None = None
+        self._stepped: list[tuple[int, int]] | None = None
 
     def _find_trainable(self) -> list[bool]:
         return [one.sharded_param.requires_grad for one in self._group.fsdp_params]
@@ -167,6 +168,25 @@ class Unit:
         """This rank's part of every gradient."""
         found = [one.sharded_param.grad for one in self._members]
         return [None if one is None else local_part(one) for one in found]
+
+    def delivered(self) -> None:
+        """Remember which gradients are complete now."""
+        self._stepped = self._count_writes()
+
+    def adds_up(self) -> bool:
+        """Whether the next gradients are added to those that were delivered, with no step of an optimizer between."""
+        held = all(gradient is not None for gradient in self.gradients())
+        return held and self._stepped == self._count_writes()
+
+    def _count_writes(self) -> list[tuple[int, int]]:
+        """How often parameters were written to, as a whole or in this rank's part."""
+        whole = [one.sharded_param for one in self._members]
+        return [(one._version, local_part(one)._version) for one in whole]
+
+    def probes(self) -> list[Tensor]:
+        """One element of every gradient. Those of a bad step are all not-a-number."""
+        held = [gradient for gradient in self.gradients() if gradient is not None]
+        return [gradient.reshape(-1)[0].float() for gradient in held if gradient.numel()]
 
 
 def find_units(model: nn.Module) -> list[Unit]:
