@@ -12,6 +12,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -445,6 +447,13 @@ def refusals_job(rank: int, world: int) -> None:
     fully_shard(both, mesh=other)
     with pytest.raises(tw.UsageError, match="copied over 2 different groups"):
         tw.attach(both, tw.Dense())
+    partly = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(partly[0], mesh=make_mesh(1, 4)["shard"])
+    fully_shard(partly, mesh=mesh)
+    with pytest.raises(
+        tw.UsageError, match=r"'0.weight' is sharded over a 1-D mesh, so that it has"
+    ):
+        tw.attach(partly, tw.Dense())
     with pytest.raises(tw.UsageError, match="checksum is True, but the ranks of other shards"):
         tw.attach(make_model(make_mesh(2, 2)), tw.Dense(), checksum=True)
     with pytest.raises(tw.UsageError, match="watch is 5 and on_difference is 'raise'; replicas of"):
@@ -457,6 +466,26 @@ def refusals_job(rank: int, world: int) -> None:
 
 def test_what_cannot_work_is_refused_in_a_sentence(sharded):
     sharded.run(refusals_job)
+
+
+def several_meshes_job(rank: int, world: int) -> None:
+    """Refused before anything is changed, so that the next attach says the same."""
+    mesh = make_mesh(2, 2)
+    other = _fsdp_common.FSDPMeshInfo(mesh=mesh["replicate"], shard_mesh_dim=0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    apart = set(model[1].parameters())
+    place = {True: _fsdp_common.ShardPlacementResult(Shard(0), other), False: None}
+    fully_shard(model, mesh=mesh["shard"], shard_placement_fn=lambda p: place[p in apart])
+    for _ in range(2):
+        with pytest.raises(tw.UsageError, match="module '' has parameters sharded over 2 meshes"):
+            tw.attach(model, tw.Dense(), process_group=mesh.get_group("replicate"))
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_module_with_several_meshes_is_refused(sharded):
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        pytest.skip("a module has one mesh before torch 2.13")
+    sharded.run(several_meshes_job)
 
 
 def unused_job(rank: int, world: int) -> None:

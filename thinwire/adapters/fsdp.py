@@ -92,11 +92,15 @@ def attach_fsdp(
         form=form,
         **options,
     )
-    if takeover is not None:
-        takeover.commit([handle])
     # FSDP's buffers lie somewhere else in every step, so that buckets made of several would be planned anew.
     handle.reducer.merge_bytes = 0
-    FsdpHook(model, handle, units, replicas, form.groups())
+    try:
+        if takeover is not None:
+            takeover.commit([handle])
+        FsdpHook(model, handle, units, replicas, form.groups())
+    except Exception:
+        handle.close()
+        raise
     return handle
 
 
@@ -110,6 +114,12 @@ def find_replicas(units: Sequence[Unit], asked: dist.ProcessGroup | None) -> dis
                 "shard, or use fully_shard with a 2-D mesh"
             )
         return asked
+    if None in own:
+        whole = next(unit for unit in units if unit.replicas is None)
+        raise UsageError(
+            f"parameter {next(iter(whole.parameters))!r} is sharded over a 1-D mesh, so that it has no replicas, and others have "
+            "some; all units must be copied over the same ranks"
+        )
     if len(own) > 1:
         raise UsageError(
             f"the model's units are copied over {len(own)} different groups of ranks; they must all have the same one"

@@ -197,10 +197,14 @@ def find_units(model: nn.Module) -> list[Unit]:
     for module in names:
         if not isinstance(module, FSDPModule):
             continue
-        for group in groups_of(module):
-            if id(group) not in seen:
-                seen.add(id(group))
-                units.append(Unit(module, group, names))
+        groups = [Unit(module, one, names) for one in groups_of(module) if id(one) not in seen]
+        seen.update(map(id, groups_of(module)))
+        if len(groups) > 1 and any(unit.replicas is None for unit in groups):
+            raise UsageError(
+                f"module {names[module]!r} has parameters sharded over {len(groups)} meshes, and FSDP tells nobody which of "
+                "them it has just summed; with 1-D meshes every module must have one"
+            )
+        units += groups
     return [unit for unit in units if unit.infos]
 
 
