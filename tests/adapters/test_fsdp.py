@@ -152,6 +152,11 @@ def test_one_dimension_and_replicate(sharded):
     sharded.run(one_dimension_job)
 
 
+class Open(nn.Module):
+    def forward(self, inner: torch.Tensor) -> torch.Tensor:
+        return inner.new_ones(1)
+
+
 def tensor_parallel_job(rank: int, world: int) -> None:
     mesh = make_mesh(2, 1, 2)
 
@@ -164,7 +169,8 @@ def tensor_parallel_job(rank: int, world: int) -> None:
         # 51 columns cannot be cut in two.
         for block in model.blocks:
             block.up, block.down = nn.Linear(32, 64), nn.Linear(64, 32)
-            block.gate = nn.Identity()
+            # What is between the two is cut too: a gate would see other columns on every rank.
+            block.gate = Open()
         cut(model)
 
     found = []
@@ -178,6 +184,8 @@ def tensor_parallel_job(rank: int, world: int) -> None:
             assert state["blocks.0.up.weight"].shape == (64, 32)
             assert are_replicas_equal(model, mesh.get_group("replicate"))
             handle.close()
+        whole = nn.ModuleList([model.tokens, *(block.norm for block in model.blocks), model.head])
+        assert are_replicas_equal(whole, mesh.get_group("tensor")), "what is not cut"
     assert torch.equal(found[0], found[1])
 
 
