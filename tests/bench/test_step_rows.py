@@ -238,8 +238,7 @@ def test_the_script_begins_with_what_matters_most(monkeypatch: pytest.MonkeyPatc
     assert {cell.amp for cell in cells} == {"bf16"} and {cell.workers for cell in cells} == {4}
     assert set(ANCHORS) | {"dense", "topk", "adtopk"} <= {cell.method for cell in cells}
     wanted = ["--cells", "topk:small:10gbit,dgc:small:10gbit", "--workers", "1,4"]
-    monkeypatch.setattr(sys, "argv", ["h200_step.py", *wanted])
-    found = [(cell.method, cell.workers) for cell in script.plan(script.parse())]
+    found = [(cell.method, cell.workers) for cell in plan_by_script(monkeypatch, *wanted)]
     assert found == [("topk", 1), ("dgc", 1), ("topk", 4), ("dgc", 4)]
 
 

@@ -129,9 +129,7 @@ class KernelList:
 class TreeAccount(TakeBackAccount):
     """What was sent is known by the first list, and marks in it tell what has returned."""
 
-    def __init__(
-        self, c: Tensor, binding: Binding, route: TreeRoute, sent: MessagesSent
-    ) -> None:
+    def __init__(self, c: Tensor, binding: Binding, route: TreeRoute, sent: MessagesSent) -> None:
         super().__init__(c, [binding], route.tree)
         self.sent = sent
         self.left: Left | None = None

@@ -155,9 +155,7 @@ class MessageKernels:
 
     # -- the launches -----------------------------------------------------------------------------------------
 
-    def _launch(
-        self, name: str, blocks: int, threads: int, args: Sequence[Any]
-    ) -> PreparedLaunch:
+    def _launch(self, name: str, blocks: int, threads: int, args: Sequence[Any]) -> PreparedLaunch:
         kernel = self._toolchain.compile("split.cu", name, self._defines)
         return PreparedLaunch(kernel, blocks, threads, args)
 
@@ -186,7 +184,16 @@ class MessageKernels:
         )
         chosen = [self.slots, self.used, of_winners, winning_cuts, OUT, self._cleared, form]
         places = [self.slots, self._place_slots, self._back_slots, self._starts, winning_cuts]
-        ended = [self.settled, LOST, MATES, self.wrong, self._share, form, gathered, int(self.into_bucket)]
+        ended = [
+            self.settled,
+            LOST,
+            MATES,
+            self.wrong,
+            self._share,
+            form,
+            gathered,
+            int(self.into_bucket),
+        ]
         self._finish = [
             self._launch(
                 "split_choose", slots + len(self._cleared), BINS, [GATHERED, STRIDE, *chosen]

@@ -19,7 +19,6 @@ from thinwire.kernels.cuda.messages import (
     STATS,
     MessageKernels,
     MessagesSent,
-    in_whole_words,
     in_words,
     read_float,
 )
