@@ -35,6 +35,12 @@ MARGIN_S = 12.0
 PREFERRED = ("acpsgd", "powersgd", "oktopk", "exclusive", "dgc")
 """Which of the other methods come first."""
 
+ANCHORS = {
+    "ddp": ("noop", ("ddp", "ddp-powersgd", "ddp-bf16")),
+    "hsdp": ("no_sync", ("hsdp",)),
+}
+"""What sends nothing, and what torch itself offers."""
+
 WARM_DISK = """
 import importlib, torch, torch._dynamo, torch.distributed
 for name in ("transformers.models.bert.modeling_bert", "torchvision.models"):
@@ -93,12 +99,12 @@ def plan(options: argparse.Namespace) -> list:
     )
     models = options.models.split(",")
     fast, *slower = options.rates.split(",")
-    order = [(method, model, fast) for method in ("noop", *ours[:1]) for model in models]
-    anchors = ("ddp", "ddp-powersgd", "ddp-bf16")
+    silent, anchors = ANCHORS[options.parallel]
+    order = [(method, model, fast) for method in (silent, *ours[:1]) for model in models]
     order += [(method, model, fast) for method in (*anchors, *ours[1:]) for model in models]
     order += [(method, model, rate) for rate in slower for method in ours for model in models]
     order += [(method, model, fast) for method in extra for model in models]
-    heavy = ("ddp-bf16", "ddp-powersgd", "ddp")
+    heavy = anchors[::-1]
     order += [(method, model, rate) for rate in slower for method in heavy for model in models[1:]]
     order += [("no_sync", model, fast) for model in models]
     order += [("dense", model, fast) for model in models if not named]

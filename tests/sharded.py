@@ -111,6 +111,16 @@ def train(
     return optimizer
 
 
+def poison_token(model: Any, token: int, ids: torch.Tensor) -> None:
+    """The gradient of one row of the embedding becomes infinite in the next backward."""
+
+    def watch(module: Any, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda g: torch.where((ids == token)[..., None], torch.inf, g))
+        remover.remove()
+
+    remover = model.tokens.register_forward_hook(watch)
+
+
 ACCUMULATIONS = ["one backward", "every backward", "no sync", "no all-reduce"]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from tests.contracts.cluster import sparse
 from tests.elastic_job import run_steps
+from tests.lanes import slow
 from tests.models import batches, fingerprint, make_cnn, train
+from tests.pool import Pool
 
 ROOT = Path(__file__).parents[1]
 
@@ -156,3 +160,43 @@ def ddp_job(rank: int, world: int) -> None:
 
 def test_under_ddp_the_model_is_wrapped_anew_and_the_handle_moves(pools):
     pools(3).run(ddp_job)
+
+
+def killed_job(rank: int, world: int, skippable: bool) -> tuple[bool, bool, bytes]:
+    """Of three ranks one is killed in the middle of a step. The others go on in a group of their own with the next batch."""
+    model = make_cnn()
+    optimizer = tw.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        model=model,
+        method=sparse(),
+        skippable=skippable,
+    )
+    data = list(batches(rank, 6))
+    train(model, optimizer, iter(data[:3]))
+    before = residuals(optimizer.handle)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(tw.ExchangeError, match="a worker has died"):
+        train(model, optimizer, iter(data[3:4]))
+    pair = dist.new_group([0, 1], use_local_synchronization=True)
+    optimizer.handle.regroup(pair)
+    after = residuals(optimizer.handle)
+    same = all(torch.equal(held, before[name]) for name, held in after.items())
+    finite = all(bool(held.isfinite().all()) for held in after.values())
+    train(model, optimizer, iter(data[4:]))
+    return same, finite, fingerprint(model)
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("skippable", [True, slow(False)])
+def test_survivors_of_a_killed_worker_go_on(skippable):
+    """What the failed step had sent is taken back. Where steps cannot be skipped its gradient stays in memory."""
+    pool = Pool(3, group_timeout=timedelta(seconds=20))
+    try:
+        (ok, first), (fine, second), (alive, _) = pool.attempt(killed_job, skippable)
+    finally:
+        pool.stop()
+    assert ok and fine and not alive, f"{first}\n{second}"
+    assert first == second
+    same, finite, _ = first
+    assert same == skippable and finite

@@ -57,7 +57,8 @@ def begin(face: str, method: Method) -> tuple[nn.Module, nn.Module, Optimizer, H
     """(model, what to call, optimizer, handle)"""
     torch._dynamo.reset()
     model = Net()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    # Left to itself torch 2.11 chooses other kernels in a compiled step than in an eager one.
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
     if face == "attach":
         ddp = DistributedDataParallel(model, bucket_cap_mb=1)
         return model, ddp, plain, tw.attach(ddp, method, optimizer=plain)
@@ -72,7 +73,7 @@ def train(rank: int, face: str, method: Method, backend: Graphs | None) -> bytes
     def step(x: Tensor) -> None:
         optimizer.zero_grad()
         (forward(x) - x).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=True)
         optimizer.step()
         handle.stats()
 

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -149,6 +152,44 @@ def test_one_dimension_and_replicate(sharded):
     sharded.run(one_dimension_job)
 
 
+def mesh_dims_job(rank: int, world: int) -> None:
+    """Parameters that are DTensors over the whole mesh already, of which `fully_shard` is told what to cut."""
+    mesh, found = make_mesh(2, 2), []
+    dims = fsdp.DataParallelMeshDims(shard="shard", replicate="replicate")
+    for method in (None, tw.Dense(), EVERYTHING, sparse()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(33, 51), nn.Tanh(), nn.Linear(51, 40))
+        distribute_module(model, mesh)
+        fully_shard(model[0], mesh=mesh, dp_mesh_dims=dims)
+        fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+        handle = tw.attach(model, method) if method is not None else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            values = torch.randn(8, 33, generator=torch.Generator().manual_seed(10 * step + rank))
+            inputs = DTensor.from_local(values, mesh, [Replicate()] * 2, run_check=False)
+            model(inputs).to_local().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model))
+        if handle is not None:
+            assert are_replicas_equal(model, mesh.get_group("replicate"))
+            handle.load_state_dict(handle.state_dict())
+            handle.close()
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[3])
+
+
+def test_a_mesh_whose_dimensions_are_named(sharded):
+    if not hasattr(fsdp, "DataParallelMeshDims"):
+        pytest.skip("this torch has no DataParallelMeshDims")
+    sharded.run(mesh_dims_job)
+
+
+class Open(nn.Module):
+    def forward(self, inner: torch.Tensor) -> torch.Tensor:
+        return inner.new_ones(1)
+
+
 def tensor_parallel_job(rank: int, world: int) -> None:
     mesh = make_mesh(2, 1, 2)
 
@@ -161,7 +202,8 @@ def tensor_parallel_job(rank: int, world: int) -> None:
         # 51 columns cannot be cut in two.
         for block in model.blocks:
             block.up, block.down = nn.Linear(32, 64), nn.Linear(64, 32)
-            block.gate = nn.Identity()
+            # What is between the two is cut too: a gate would see other columns on every rank.
+            block.gate = Open()
         cut(model)
 
     found = []
@@ -175,6 +217,8 @@ def tensor_parallel_job(rank: int, world: int) -> None:
             assert state["blocks.0.up.weight"].shape == (64, 32)
             assert are_replicas_equal(model, mesh.get_group("replicate"))
             handle.close()
+        whole = nn.ModuleList([model.tokens, *(block.norm for block in model.blocks), model.head])
+        assert are_replicas_equal(whole, mesh.get_group("tensor")), "what is not cut"
     assert torch.equal(found[0], found[1])
 
 
@@ -207,96 +251,6 @@ def in_backward_job(rank: int, world: int) -> None:
 
 def test_optimizer_in_backward(sharded):
     sharded.run(in_backward_job)
-
-
-def poison_token(model: Any, token: int, ids: torch.Tensor) -> None:
-    """The gradient of one row of the embedding becomes infinite in the next backward."""
-
-    def watch(module: Any, inputs: Any, output: torch.Tensor) -> None:
-        output.register_hook(lambda g: torch.where((ids == token)[..., None], torch.inf, g))
-        remover.remove()
-
-    remover = model.tokens.register_forward_hook(watch)
-
-
-def bad_column_job(rank: int, world: int, skipped: str) -> None:
-    """A gradient that is not finite in one shard of one replica: all ranks skip, and memory is what it was."""
-    model = make_model(make_mesh(2, 2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    handle = tw.attach(model, sparse(), grad_scaler=scaler, skipped=skipped)
-    names = [row.info.name for row in handle.plan() if not row.dense]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        ids = batch(rank, step).clamp(max=29)
-        before = {name: handle.residual(name) for name in names}
-        if step == 2 and rank == 3:
-            ids[0, 0] = 30
-            poison_token(model, 30, ids)
-        scaler.scale(loss_of(model, ids)).backward()
-        if step == 2:
-            assert all(local(p.grad).isnan().all() for p in model.parameters())
-            if skipped == "forget":
-                assert all(torch.equal(handle.residual(name), before[name]) for name in names)
-            assert all(handle.residual(name).isfinite().all() for name in names)
-        else:
-            assert all(local(p.grad).isfinite().all() for p in model.parameters())
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert scaler.get_scale() == 32.0
-    handle.close()
-
-
-@pytest.mark.parametrize("skipped", ["forget", "keep"])
-def test_a_bad_gradient_in_one_column_is_seen_by_all(sharded, skipped):
-    sharded.run(bad_column_job, skipped)
-
-
-class Stop(Exception):
-    pass
-
-
-def fail_in_backward(model: Any, rank: int) -> None:
-    """Between the second block and the first."""
-
-    def stop(gradient: Any) -> None:
-        raise Stop
-
-    remover = model.blocks[0].register_forward_hook(
-        lambda module, inputs, output: output.register_hook(stop) and None
-    )
-    with pytest.raises(Stop):
-        loss_of(model, batch(rank, 7)).backward()
-    remover.remove()
-    model.reset_iter_state()
-    model.zero_grad()
-
-
-def failed_backward_job(rank: int, world: int) -> None:
-    found = []
-    for method in (None, EVERYTHING, sparse()):
-        model = make_model(make_mesh(2, 2))
-        handle = tw.attach(model, method, skippable=True) if method is not None else None
-        optimizer = train(model, 2)
-        names = [row.info.name for row in handle.plan()] if handle is not None else []
-        held = {name: handle.residual(name) for name in names if handle is not None}
-        fail_in_backward(model, rank)
-        with torch.no_grad():
-            model(batch(rank, 7))
-        if handle is not None:
-            assert all(torch.equal(handle.residual(name), held[name]) for name in names)
-        train(model, [2, 3], optimizer=optimizer)
-        found.append(weights(model))
-        if handle is not None:
-            handle.close()
-    # Torch keeps what the failed backward has gathered of units that were not reduced, without thinwire too.
-    assert torch.equal(found[0], found[1])
-
-
-def test_a_backward_that_fails_leaves_no_trace(sharded):
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        pytest.skip("reset_iter_state is new in torch 2.13")
-    sharded.run(failed_backward_job)
 
 
 def takeover_job(rank: int, world: int) -> None:
@@ -375,6 +329,13 @@ def refusals_job(rank: int, world: int) -> None:
     fully_shard(both, mesh=other)
     with pytest.raises(tw.UsageError, match="copied over 2 different groups"):
         tw.attach(both, tw.Dense())
+    partly = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(partly[0], mesh=make_mesh(1, 4)["shard"])
+    fully_shard(partly, mesh=mesh)
+    with pytest.raises(
+        tw.UsageError, match=r"'0.weight' is sharded over a 1-D mesh, so that it has"
+    ):
+        tw.attach(partly, tw.Dense())
     with pytest.raises(tw.UsageError, match="checksum is True, but the ranks of other shards"):
         tw.attach(make_model(make_mesh(2, 2)), tw.Dense(), checksum=True)
     with pytest.raises(tw.UsageError, match="watch is 5 and on_difference is 'raise'; replicas of"):
@@ -387,6 +348,26 @@ def refusals_job(rank: int, world: int) -> None:
 
 def test_what_cannot_work_is_refused_in_a_sentence(sharded):
     sharded.run(refusals_job)
+
+
+def several_meshes_job(rank: int, world: int) -> None:
+    """Refused before anything is changed, so that the next attach says the same."""
+    mesh = make_mesh(2, 2)
+    other = _fsdp_common.FSDPMeshInfo(mesh=mesh["replicate"], shard_mesh_dim=0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    apart = set(model[1].parameters())
+    place = {True: _fsdp_common.ShardPlacementResult(Shard(0), other), False: None}
+    fully_shard(model, mesh=mesh["shard"], shard_placement_fn=lambda p: place[p in apart])
+    for _ in range(2):
+        with pytest.raises(tw.UsageError, match="module '' has parameters sharded over 2 meshes"):
+            tw.attach(model, tw.Dense(), process_group=mesh.get_group("replicate"))
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_module_with_several_meshes_is_refused(sharded):
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        pytest.skip("a module has one mesh before torch 2.13")
+    sharded.run(several_meshes_job)
 
 
 def unused_job(rank: int, world: int) -> None:

@@ -33,7 +33,7 @@ OF_MODULES = {"module", "param_name"}
 UNDERSCORED = {
     *("_get_fsdp_state", "_fsdp_param_groups", "_fsdp_param_group", "_module_info", "_orig_size"),
     *("_post_accumulate_grad_hooks", "_current_graph_task_id", "_execution_engine", "_C"),
-    "_foreach_mul_",
+    *("_foreach_mul_", "_version"),
 }
 
 

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from tests.lab.conftest import why_no_lab
+from tests.sharded import weights
 from thinwire.bench.models import build_workload
 from thinwire.bench.rows import COLUMNS, RowBook
 from thinwire.bench.step import run_cells
 from thinwire.bench.step_cell import plan_cell
 from thinwire.bench.step_places import LabPlace, LocalPlace, trace_prefix
+from thinwire.bench.step_worker import CellTrainer, RankWorkload
 from thinwire.bench.trace import StationTimer
 from thinwire.errors import UsageError
 from thinwire.observe.stations import DECODE, ENCODE, EXCHANGE, station, watch
@@ -134,6 +137,25 @@ def test_anchors_and_workers_of_sharded_models() -> None:
         plan_cell("small", "ddp", **HSDP)
     with pytest.raises(UsageError, match="workers is 3; with parallel=hsdp it must be a multiple"):
         plan_cell("small", "adtopk", workers=3, parallel="hsdp")
+
+
+def cells_job(rank: int, world: int) -> bool:
+    """The weights after one step, in the first cell and in one behind a step without traffic between hosts."""
+    device, cell = torch.device("cpu"), plan_cell("small", "hsdp", **HSDP)
+    workload, ends = RankWorkload(cell, device), []
+    for _ in range(2):
+        trainer = CellTrainer(cell, workload, device)
+        trainer.step()
+        ends.append(weights(trainer.model))
+        trainer.step_alone()
+        trainer.close()
+    return torch.equal(*ends)
+
+
+def test_a_sharded_cell_leaves_nothing_to_the_next(sharded) -> None:
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("reset_iter_state is new in torch 2.13")
+    assert all(sharded.run(cells_job))
 
 
 @pytest.mark.slow

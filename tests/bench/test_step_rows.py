@@ -215,15 +215,19 @@ def test_without_root_rates_become_a_sentence(
     assert isinstance(choose_place([], "cpu"), LocalPlace)
 
 
-def test_the_script_begins_with_what_matters_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def plan_by_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[StepCell]:
     path = Path(__file__).parents[2] / "benchmarks" / "h200_step.py"
     spec = importlib.util.spec_from_file_location("h200_step", path)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     monkeypatch.setattr(sys, "path", list(sys.path))
     spec.loader.exec_module(script)
-    monkeypatch.setattr(sys, "argv", ["h200_step.py"])
-    cells = script.plan(script.parse())
+    monkeypatch.setattr(sys, "argv", ["h200_step.py", *arguments])
+    return script.plan(script.parse())
+
+
+def test_the_script_begins_with_what_matters_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = plan_by_script(monkeypatch)
     first = [(cell.method, cell.model, cell.rate) for cell in cells[:6]]
     models = ["bert-large", "resnet152", "vgg16"]
     assert first == [
@@ -234,9 +238,17 @@ def test_the_script_begins_with_what_matters_most(monkeypatch: pytest.MonkeyPatc
     assert {cell.amp for cell in cells} == {"bf16"} and {cell.workers for cell in cells} == {4}
     assert set(ANCHORS) | {"dense", "topk", "adtopk"} <= {cell.method for cell in cells}
     wanted = ["--cells", "topk:small:10gbit,dgc:small:10gbit", "--workers", "1,4"]
-    monkeypatch.setattr(sys, "argv", ["h200_step.py", *wanted])
-    found = [(cell.method, cell.workers) for cell in script.plan(script.parse())]
+    found = [(cell.method, cell.workers) for cell in plan_by_script(monkeypatch, *wanted)]
     assert found == [("topk", 1), ("dgc", 1), ("topk", 4), ("dgc", 4)]
+
+
+def test_the_script_compares_sharded_models_with_plain_sharded_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cells = plan_by_script(monkeypatch, "--parallel", "hsdp", "--models", "bert-large")
+    first = [(cell.method, cell.rate) for cell in cells[:4]]
+    assert first[:3] == [("no_sync", "any"), ("adtopk", "10gbit"), ("hsdp", "10gbit")]
+    assert not {cell.method for cell in cells} & {*ANCHORS} - {"no_sync"}
 
 
 def test_the_local_place_reports_who_failed() -> None:

@@ -10,7 +10,14 @@ from rich.console import Console
 
 from thinwire.bench.step_report import show_rows
 from thinwire.cli import main
-from thinwire.report.step_rows import current_rows, find_baseline, judge, name_link, warn
+from thinwire.report.step_rows import (
+    current_rows,
+    find_baseline,
+    judge,
+    name_link,
+    title_gain,
+    warn,
+)
 
 
 def row(method: str, ms: float | None, rate: str = "100mbit", **changes) -> dict:
@@ -63,6 +70,12 @@ def test_the_table_has_five_columns_in_80_and_says_why_a_row_failed() -> None:
     assert max(map(len, table)) <= 80
     assert "ddp-powersgd r4, 100 Mbit/s: failed: it hangs on gloo" in lines
     assert lines[-1].startswith("adtopk-interleave 0.01 is 4.4x faster than DDP")
+
+
+def test_what_rows_are_held_against_is_named() -> None:
+    rows = [{"parallel": "ddp"}, {"parallel": "hsdp"}]
+    assert [title_gain([row]) for row in rows] == ["against DDP", "against HSDP"]
+    assert title_gain(rows) == "against plain"
 
 
 def test_a_baseline_that_varies_is_warned_about() -> None:

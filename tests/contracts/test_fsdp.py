@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +14,17 @@ import thinwire as tw
 from tests.contracts.cluster import sparse
 from tests.contracts.test_replicas import low_rank_job
 from tests.contracts.test_state import distributed_save_job, resume_job
-from tests.sharded import are_replicas_equal, make_mesh, make_model, train
+from tests.lanes import mostly_slow
+from tests.sharded import (
+    are_replicas_equal,
+    batch,
+    local,
+    loss_of,
+    make_mesh,
+    make_model,
+    poison_token,
+    train,
+)
 from thinwire.layout import Bucket
 
 OFTEN = {"density": 0.05, "dense_fallback": False}
@@ -91,8 +102,52 @@ def test_replicas_of_low_rank_methods_in_one_model(sharded):
     assert all(result == results[0] for result in results)
 
 
-def test_resume_is_bit_exact_when_deterministic(sharded, tmp_path):
-    assert all(sharded.run(resume_job, "fsdp", str(tmp_path), 20.0))
+def bad_shard_job(rank: int, world: int, method: Any, skipped: str, scaled: bool) -> None:
+    """A gradient that is not finite in one shard of one replica (3): all ranks skip, and memory is what it was."""
+    mesh = make_mesh(2, 2)
+    model = make_model(mesh)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
+    handle = tw.attach(model, method, grad_scaler=scaler, skippable=not scaled, skipped=skipped)
+    names = [row.info.name for row in handle.plan() if not row.dense]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        bad = step == 2
+        ids = batch(rank, step).clamp(max=29)
+        before = {name: handle.residual(name) for name in names}
+        if bad and rank == 3:
+            ids[0, 0] = 30
+            poison_token(model, 30, ids)
+        scaler.scale(loss_of(model, ids)).backward()
+        held = {name: handle.residual(name) for name in names}
+        assert all(values.isfinite().all() for values in held.values())
+        if bad:
+            assert all(local(p.grad).isnan().all() for p in model.parameters())
+            same = all(torch.equal(held[name], before[name]) for name in names)
+            assert same == (skipped == "forget")
+        else:
+            assert all(local(p.grad).isfinite().all() for p in model.parameters())
+        if scaled or not bad:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == (32.0 if scaled else 1.0)
+    assert are_replicas_equal(model, mesh.get_group("replicate"))
+    handle.close()
+
+
+BAD_SHARDS = list(itertools.product(METHODS, ["forget", "keep"], [True, False]))
+FAST = {("ADTopK", "forget", True), ("ADTopK", "keep", True), ("PowerSGD", "forget", False)}
+
+
+@pytest.mark.parametrize("case", mostly_slow(BAD_SHARDS, FAST.__contains__), ids=str)
+def test_a_bad_gradient_in_one_shard_is_seen_by_all(sharded, case):
+    name, skipped, scaled = case
+    sharded.run(bad_shard_job, METHODS[name], skipped, scaled)
+
+
+@pytest.mark.parametrize("name", mostly_slow(METHODS, {"ADTopK", "OkTopK"}.__contains__))
+def test_resume_is_bit_exact_when_deterministic(sharded, tmp_path, name):
+    assert all(sharded.run(resume_job, "fsdp", str(tmp_path), 20.0, METHODS[name]))
 
 
 def test_distributed_checkpoint_keeps_every_replicas_own_residual(sharded, tmp_path):

@@ -164,15 +164,17 @@ def make_accelerator(replicas: int) -> Any:
 
 
 def check_accelerate(seat: Seat, name: str) -> str:
+    if seat.device.type != "cuda":
+        raise Skip("Accelerate shards models on accelerators only")
     try:
-        from accelerate.state import DistributedType, PartialState
+        return resume_under_accelerate(seat, name)
     except ImportError as error:
         raise Skip(f"Accelerate is not installed: {error}") from None
-    if PartialState().distributed_type == DistributedType.MULTI_CPU:
-        raise Skip("Accelerate shards models on accelerators only")
-    from thinwire.integrations.accelerate import compress
 
+
+def resume_under_accelerate(seat: Seat, name: str) -> str:
     accelerator = make_accelerator(seat.world // 2)
+    from thinwire.integrations.accelerate import compress
 
     data = make_data(seat, 2 * STEPS)
     folder = Path(tempfile.gettempdir(), f"thinwire-accelerate-{name}")

@@ -191,4 +191,6 @@ def hsdp_job(rank: int, world: int, path: str) -> int:
 def test_the_script_of_sharded_models_finds_nothing_broken_on_gloo(sharded, tmp_path):
     path = tmp_path / "verdicts.json"
     assert sharded.run(hsdp_job, str(path)) == [0, 0, 0, 0]
-    assert [verdict["status"] for verdict in read_verdicts(path)].count(SKIPPED) == 1
+    skipped = [(v["method"], v["check"]) for v in read_verdicts(path) if v["status"] == SKIPPED]
+    # Accelerate wants a GPU, and aliasing is seen in what is sent whole.
+    assert skipped == [("dense", "accelerate"), ("adtopk", "aliasing"), ("adtopk", "accelerate")]

@@ -8,14 +8,16 @@ of several GPUs and the CPU for this process's GPU. Nothing of thinwire is.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-from tests.gpu.hsdp import check_accelerate
-from tests.gpu.seats import run_script
+from tests.gpu.hsdp import resume_under_accelerate
+from tests.gpu.seats import VerdictBook, run_checks, take_seat
 
 
 def take_the_cpu(state: Any) -> None:
@@ -25,4 +27,6 @@ def take_the_cpu(state: Any) -> None:
 if __name__ == "__main__":
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
     PartialState.set_device = take_the_cpu
-    run_script("FSDP2 under Accelerate on the CPU.", {"accelerate": check_accelerate}, ["topk"])
+    book = VerdictBook(None, writes=False)
+    code = run_checks(take_seat("cpu"), book, sys.argv[1:], {"accelerate": resume_under_accelerate})
+    os._exit(code)

@@ -92,11 +92,15 @@ def attach_fsdp(
         form=form,
         **options,
     )
-    if takeover is not None:
-        takeover.commit([handle])
     # FSDP's buffers lie somewhere else in every step, so that buckets made of several would be planned anew.
     handle.reducer.merge_bytes = 0
-    FsdpHook(model, handle, units, replicas, form.groups())
+    try:
+        if takeover is not None:
+            takeover.commit([handle])
+        FsdpHook(model, handle, units, replicas, form.groups())
+    except Exception:
+        handle.close()
+        raise
     return handle
 
 
@@ -110,6 +114,12 @@ def find_replicas(units: Sequence[Unit], asked: dist.ProcessGroup | None) -> dis
                 "shard, or use fully_shard with a 2-D mesh"
             )
         return asked
+    if None in own:
+        whole = next(unit for unit in units if unit.replicas is None)
+        raise UsageError(
+            f"parameter {next(iter(whole.parameters))!r} is sharded over a 1-D mesh, so that it has no replicas, and others have "
+            "some; all units must be copied over the same ranks"
+        )
     if len(own) > 1:
         raise UsageError(
             f"the model's units are copied over {len(own)} different groups of ranks; they must all have the same one"
@@ -185,6 +195,8 @@ class FsdpHook:
         self._siblings = siblings
         self._units: list[Unit] = []
         """Those that were answered in the step that is under way."""
+        self._adds_up = False
+        """Whether its gradients are added to those of the step before it, so that an optimizer takes both or neither."""
         self._pending: list[Pending] = []
         self._tasks: set[int] = set()
         """Autograd's numbers of the backwards that are running, nested ones included."""
@@ -243,8 +255,12 @@ class FsdpHook:
         """Have `flat` hold `factor` times the mean over the replicas, by the end of backward at the latest."""
         layout = unit.layout(flat)
         self._enter_backward(unit)
-        self._units.append(unit)
         reducer = self.handle.reducer
+        if not self._units:
+            self._adds_up = unit.adds_up()
+            if self._adds_up:
+                reducer.go_on()
+        self._units.append(unit)
         if unit.is_watched() or unit.divides(flat):
             future = reducer.reduce(Bucket(layout, flat))
             reducer.flush()
@@ -305,12 +321,21 @@ class FsdpHook:
                     assert gradient is not None, "FSDP has just made it"
                     gradient.add_(slot.view(update))
                 let_go(update)
-        if self._siblings:
+        if self._siblings or self._adds_up:
             self._share_verdict(units)
+        for unit in units:
+            unit.delivered()
 
     def _share_verdict(self, units: Sequence[Unit]) -> None:
-        """A gradient that is not finite in one shard is seen by the ranks that hold the others: one word per step."""
-        word = self.handle.reducer.verdict().to(torch.int32)
+        """A gradient that is not finite in one shard is seen by the ranks that hold the others: one word per step.
+
+        What an earlier backward has left not finite cannot become finite by adding to it.
+        """
+        bad = self.handle.reducer.verdict()
+        if self._adds_up:
+            spoilt = [~probe.isfinite() for unit in units for probe in unit.probes()]
+            bad = torch.stack([bad, *spoilt]).any()
+        word = bad.to(torch.int32)
         for group in self._siblings:
             with failing_as(group, "verdicts"):
                 dist.all_reduce(word, dist.ReduceOp.MAX, group=group)

@@ -54,6 +54,7 @@ class Unit:
                     f"parameter {name!r} is offloaded to the CPU; offload_policy must be OffloadPolicy(), which is none"
                 )
         self._layout: BucketLayout | None = None
+        self._stepped: list[tuple[int, int]] | None = None
 
     def _find_trainable(self) -> list[bool]:
         return [one.sharded_param.requires_grad for one in self._group.fsdp_params]
@@ -168,6 +169,25 @@ class Unit:
         found = [one.sharded_param.grad for one in self._members]
         return [None if one is None else local_part(one) for one in found]
 
+    def delivered(self) -> None:
+        """Remember which gradients are complete now."""
+        self._stepped = self._count_writes()
+
+    def adds_up(self) -> bool:
+        """Whether the next gradients are added to those that were delivered, with no step of an optimizer between."""
+        held = all(gradient is not None for gradient in self.gradients())
+        return held and self._stepped == self._count_writes()
+
+    def _count_writes(self) -> list[tuple[int, int]]:
+        """How often parameters were written to, as a whole or in this rank's part."""
+        whole = [one.sharded_param for one in self._members]
+        return [(one._version, local_part(one)._version) for one in whole]
+
+    def probes(self) -> list[Tensor]:
+        """One element of every gradient. Those of a bad step are all not-a-number."""
+        held = [gradient for gradient in self.gradients() if gradient is not None]
+        return [gradient.reshape(-1)[0].float() for gradient in held if gradient.numel()]
+
 
 def find_units(model: nn.Module) -> list[Unit]:
     """All units of a model that have something to train."""
@@ -177,10 +197,14 @@ def find_units(model: nn.Module) -> list[Unit]:
     for module in names:
         if not isinstance(module, FSDPModule):
             continue
-        for group in groups_of(module):
-            if id(group) not in seen:
-                seen.add(id(group))
-                units.append(Unit(module, group, names))
+        groups = [Unit(module, one, names) for one in groups_of(module) if id(one) not in seen]
+        seen.update(map(id, groups_of(module)))
+        if len(groups) > 1 and any(unit.replicas is None for unit in groups):
+            raise UsageError(
+                f"module {names[module]!r} has parameters sharded over {len(groups)} meshes, and FSDP tells nobody which of "
+                "them it has just summed; with 1-D meshes every module must have one"
+            )
+        units += groups
     return [unit for unit in units if unit.infos]
 
 

@@ -284,6 +284,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._forget_backward()
         super().zero_grad(set_to_none=set_to_none)
 
+    @opaque
     def _forget_backward(self) -> None:
         """The next backward starts afresh, also after one that failed halfway."""
         self._delivered.clear()

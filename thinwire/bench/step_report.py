@@ -20,12 +20,11 @@ from thinwire.report.step_rows import (
     name_row,
     name_setup,
     sent_mb,
+    title_gain,
     warn,
 )
 from thinwire.tools.books import OK
 from thinwire.tools.tables import TIGHT, say
-
-HEADINGS = ("method", "link", "ms", "against DDP", "MB")
 
 
 def show_rows(rows: Sequence[Row], console: Console) -> None:
@@ -43,7 +42,7 @@ def show_rows(rows: Sequence[Row], console: Console) -> None:
 
 def setup_table(group: Sequence[Row]) -> Table:
     """One line per method and link, slowest link and fastest step first."""
-    table = Table(*HEADINGS, **TIGHT)
+    table = Table("method", "link", "ms", title_gain(group), "MB", **TIGHT)
     for column in table.columns[2:]:
         column.justify = "right"
     for row in sorted(group, key=place_row):

@@ -132,6 +132,10 @@ class CellTrainer:
         """Steps from one exchange to the next of the same parameters."""
 
     def close(self) -> None:
+        """Behind the last step."""
+        if isinstance(self.model, FSDPModule) and hasattr(self.model, "reset_iter_state"):
+            # Steps without traffic between hosts keep their sums for one that has some. Before torch 2.13 they stay.
+            self.model.reset_iter_state()
         if self.local is not None:
             self.local.close()
         elif self.handle is not None:

@@ -205,6 +205,14 @@ class Reducer:
             self._hand_over(unit)
         self.driver.hand_over(self._coalescer.flush, lambda error: None)
 
+    def go_on(self) -> None:
+        """The next backward adds to gradients of the last one, which nobody has used: they are one step to a verdict."""
+
+        def go_on() -> None:
+            self.record.goes_on = True
+
+        self.driver.hand_over(go_on, lambda error: None)
+
     def end_backward(self) -> None:
         """The backward has ended: what waits for other buckets leaves, and what was sent counts."""
         for unit in self._merger.end():
@@ -346,8 +354,11 @@ class Reducer:
         """Settle and close the step: nothing of it can be taken back any more."""
         self.settle()
         self._coalescer.abandon()
-        self._journal.clear()
         record, self.record = self.record, StepRecord()
+        if record.goes_on:
+            self._journal.extend()
+        else:
+            self._journal.clear()
         if self.assignments.end_flushes(record):
             self.plans.clear()
 

@@ -30,6 +30,8 @@ class StepRecord:
     """What somebody else says of the step: bad if this is, too."""
     ended: bool = False
     """Whether its backward came to its end; one that did not has nothing that was used."""
+    goes_on: bool = False
+    """Whether the next backward adds to its gradients: a verdict then takes back both."""
     settled: bool = False
     """Whether the verdict has been applied; the next bucket then begins a new step."""
 

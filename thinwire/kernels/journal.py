@@ -20,9 +20,15 @@ class Journal:
     def __init__(self) -> None:
         self._pairs: list[Pair] = []
         self._actions: list[Callable[[], None]] = []
+        self._origins: dict[int, Tensor] = {}
+        """Of what earlier backwards of this step have changed: what it was before the first, by the address where it is now."""
 
     def note(self, now: Tensor, before: Tensor) -> None:
         """`now` is to hold the bits of `before` if the step is bad. Both stay where they are until the step ends."""
+        if self._origins and now.numel():
+            # An earlier backward may have written there, or here.
+            of_now = self._origins.get(now.data_ptr(), before)
+            before = self._origins.get(before.data_ptr(), of_now)
         self._pairs.append((now, before))
 
     def note_action(self, undo: Callable[[], None]) -> None:
@@ -38,10 +44,16 @@ class Journal:
             for undo in reversed(actions):
                 undo()
 
+    def extend(self) -> None:
+        """The step goes on with another backward, which uses the same memory again. A bad verdict will take back both."""
+        self._pairs = [(now, before.clone()) for now, before in self._pairs if now.numel()]
+        self._origins = {now.data_ptr(): before for now, before in self._pairs}
+
     def clear(self) -> None:
         """The step has ended: nothing of it can be taken back any more."""
         self._pairs.clear()
         self._actions.clear()
+        self._origins.clear()
 
 
 def restore_all(pairs: Sequence[Pair], bad: Tensor) -> None:

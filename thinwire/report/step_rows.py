@@ -68,6 +68,12 @@ def name_setup(row: Row) -> str:
     return ", ".join([row["model"], workers, *extras])
 
 
+def title_gain(rows: Sequence[Row]) -> str:
+    """The heading of what is told against plain training."""
+    plain = {str(row.get("parallel") or "ddp").upper() for row in rows}
+    return f"against {plain.pop()}" if len(plain) == 1 else "against plain"
+
+
 def find_rate(row: Row) -> int | None:
     """Bits per second; None where the link was not shaped."""
     try:

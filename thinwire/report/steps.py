@@ -63,7 +63,15 @@ def judge(rows: Sequence[Row]) -> list[str]:
 
 
 def make_table(rows: Sequence[Row], styles: Styles) -> Section:
-    headings = ["method", "model", "link", "workers", "ms", "20 % to 80 %", "against DDP"]
+    headings = [
+        "method",
+        "model",
+        "link",
+        "workers",
+        "ms",
+        "20 % to 80 %",
+        step_rows.title_gain(rows),
+    ]
     headings += ["MB/step", "samples/s", "x no_sync", "note"]
     several = len({row["run"] for row in rows}) > 1
     lines = []
