@@ -391,4 +391,6 @@ def test_the_others_go_on_without_a_worker_that_died():
     pool.stop()
     (_, first), (_, dead), (_, last) = replies
     assert dead == "the process died"
-    assert torch.equal(first[0], last[0]) and first[1:] == last[1:] == (12, first[2], 2)
+    assert torch.equal(first[0], last[0]) and first[1:] == last[1:]
+    # Who had finished the last round of the three may have gone on for a round more than the other.
+    assert first[1] >= 12 and first[3] == 2

@@ -218,6 +218,42 @@ def test_the_state_is_plain_tensors_and_numbers(tmp_path):
     sim.workers[1].load_state_dict(torch.load(tmp_path / "local.pt", weights_only=True))
 
 
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+OUTER = {"lr": 0.7, "momentum": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "wanted"),
+    [
+        (EXACT, {"outer": OUTER}, (4, 4, 4)),
+        (EXACT, {"outer": {"lr": 1.0}}, (4, 0, 4)),
+        (EXACT, {"outer": torch.optim.AdamW, "fragments": 4}, (4, 8, 1)),
+        (tw.Quantized(bits=4), {"outer": OUTER, "fragments": 4}, (4, 4, 1)),
+    ],
+    ids=["momentum", "none", "adam", "fragments"],
+)
+def test_the_plan_counts_all_bytes_of_a_parameter(method, settings, wanted):
+    torch.manual_seed(0)
+    models = [nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))) for _ in range(2)]
+    optimizers = [sgd(model) for model in models]
+    sim = tw.simulate_local(models, optimizers, method, every=4, **settings)
+    before = sim.workers[0].plan().beside
+    run(sim, models, optimizers, 4)
+    after = sim.workers[0].plan()
+    count = 4 * 64 * 64
+    found = tuple(round(nbytes / count, 2) for nbytes in after.beside.values())
+    assert found == wanted
+    # What SGD will keep is known before its first step.
+    assert after.beside == before or "outer" not in settings or callable(settings["outer"])
+    kept = after.memory_bytes + after.spare_bytes + after.kept_bytes
+    assert kept == (0 if method is EXACT else pytest.approx(8.6 * count, rel=0.05))
+    whole = (sum(after.beside.values()) + kept) / count
+    assert f"all of it takes {whole * count / 1e6:.1f} MB ({whole:.3g} bytes per element)" in str(
+        after
+    )
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from thinwire.engine.network import broadcast_into
 from thinwire.errors import UsageError
 from thinwire.layout import (
     Bucket,
+    BucketLayout,
     ParameterInfo,
     Shard,
     lay_out,
@@ -24,10 +25,13 @@ from thinwire.layout import (
     wide_dtype,
 )
 
+ALIGNMENT = 256
+"""Bytes."""
+
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """Parameters whose rounds are one, and the buckets in which they travel."""
+    """Parameters whose rounds are one, and the buckets in which they travel. Other fragments' buckets are in the same memory."""
 
     names: Sequence[str]
     buckets: Sequence[Bucket]
@@ -153,7 +157,7 @@ class CommonPoint:
 def cut_into_fragments(
     point: CommonPoint, count: int, device: torch.device, bucket_bytes: int
 ) -> list[Fragment]:
-    """`count` runs of neighbouring parameters with about as many elements each."""
+    """`count` runs of neighbouring parameters with about as many elements each. One travels at a time, so they share memory."""
     names = [name for name in point.tensors if point.infos[name].numel]
     if count > len(names):
         raise UsageError(
@@ -169,12 +173,17 @@ def cut_into_fragments(
         first_empty = next((i for i, part in enumerate(parts) if not part), count - 1)
         parts[min(index, first_empty)].append(name)
         before += point.infos[name].numel
-    return [Fragment(part, cut_into_buckets(point, part, device, bucket_bytes)) for part in parts]
+    layouts = [cut_into_layouts(point, part, device, bucket_bytes) for part in parts]
+    memory = torch.zeros(max(map(needed_bytes, layouts)), dtype=torch.uint8, device=device)
+    return [
+        Fragment(part, place_buckets(found, memory))
+        for part, found in zip(parts, layouts, strict=True)
+    ]
 
 
-def cut_into_buckets(
+def cut_into_layouts(
     point: CommonPoint, names: Sequence[str], device: torch.device, bucket_bytes: int
-) -> list[Bucket]:
+) -> list[BucketLayout]:
     """Neighbours of one dtype together, up to so many bytes, and at least one in each."""
     runs: list[list[ParameterInfo]] = []
     filled = 0
@@ -186,8 +195,23 @@ def cut_into_buckets(
             filled = 0
         runs[-1].append(info)
         filled += nbytes
-    layouts = [lay_out(run, run[0].dtype, device) for run in runs]
+    return [lay_out(run, run[0].dtype, device) for run in runs]
+
+
+def aligned_bytes(layout: BucketLayout) -> int:
+    """What a bucket takes, so that the next one begins where vectors of all kernels may."""
+    nbytes = layout.numel * layout.dtype.itemsize
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def needed_bytes(layouts: Sequence[BucketLayout]) -> int:
+    return sum(map(aligned_bytes, layouts))
+
+
+def place_buckets(layouts: Sequence[BucketLayout], memory: Tensor) -> list[Bucket]:
+    """Buckets one behind the other in this memory."""
+    pieces = memory[: needed_bytes(layouts)].split(list(map(aligned_bytes, layouts)))
     return [
-        Bucket(layout, torch.zeros(layout.numel, dtype=layout.dtype, device=device))
-        for layout in layouts
+        Bucket(layout, piece.view(layout.dtype)[: layout.numel])
+        for layout, piece in zip(layouts, pieces, strict=True)
     ]

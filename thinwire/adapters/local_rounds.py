@@ -252,8 +252,22 @@ class LocalRounds:
         return self.handle.stats()
 
     def plan(self) -> PlanReport:
-        """What happens to every parameter and why, and what the common point takes; print it."""
-        return replace(self.handle.plan(), beside={"the common point": self.point.nbytes()})
+        """What happens to every parameter and why, and what the common point and all that belongs to it takes; print it."""
+        tensors = self.point.tensors.values()
+        away = {t.device.type for t in tensors} - {self.point.device.type}
+        there = f" on the {away.pop()}" if away else ""
+        buckets = [bucket.flat for one in self.fragments for bucket in one.buckets]
+        beside = {
+            f"the common point{there}": self.point.nbytes(),
+            f"the outer optimizer{there}": state_bytes(self.outer),
+            "memory of the buckets": max(
+                (b.untyped_storage().nbytes() for b in buckets), default=0
+            ),
+        }
+        report = self.handle.plan()
+        # Fragments are about as large as each other.
+        kept = report.kept_bytes // len(self.fragments)
+        return replace(report, beside=beside, kept_bytes=kept)
 
     def close(self) -> None:
         """Finish the round under way, and take no further part. Parameters stay where they are."""
@@ -331,6 +345,25 @@ class LocalRounds:
                 keep_local=travelling["keep_local"],
                 bad=bool(travelling["bad"]),
             )
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """What an optimizer keeps: so far, and of SGD also what comes with its first step."""
+    held = sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+    to_come = sum(
+        parameter.nbytes
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if isinstance(optimizer, torch.optim.SGD)
+        and group["momentum"]
+        and parameter not in optimizer.state
+    )
+    return held + to_come
 
 
 def gather_marks(mine: Tensor) -> Program[Tensor]:
