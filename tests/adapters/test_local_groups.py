@@ -193,7 +193,7 @@ def train_shards(rank, world):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     groups = {name: mesh[name].get_group() for name in ("replicate", "shard")}
     local = tw.LocalSteps(
-        model, optimizer, tw.TopK(density=0.1), every=2,
+        model, optimizer, tw.TopK(density=0.1), every=2, fragments=2,
         process_group=groups["replicate"], inside_group=groups["shard"],
     )  # fmt: skip
     for step in range(4):
@@ -205,20 +205,28 @@ def train_shards(rank, world):
             # Seen by the other shards of its node, and by the other node.
             with torch.no_grad():
                 next(iter(model.parameters())).to_local().fill_(torch.nan)
-    local.finish()
+    with torch.no_grad():
+        # FSDP keeps what it gathers of the outermost module, until the next backward.
+        model(torch.arange(6)[None])
+        local.finish()
+        seen = model(torch.arange(6)[None])
+        model.reshard()
+        assert torch.equal(seen, model(torch.arange(6)[None]))
+        model.reshard()
     found = [p.detach().full_tensor().reshape(-1) for p in model.parameters()]
     plan = {row.info.name: row.info.full_shape for row in local.plan()}
-    lost = local.lost_rounds
+    lost, cut = local.lost_rounds, [fragment.names for fragment in local.fragments]
     local.close()
-    return torch.cat(found), lost, plan["head.weight"]
+    return torch.cat(found), lost, plan["head.weight"], cut
 
 
 @pytest.mark.workers
 def test_shards_inside_a_node(sharded):
     results = sharded.run(train_shards)
-    for found, lost, full_shape in results:
+    for found, lost, full_shape, cut in results:
         assert torch.equal(found, results[0][0]) and found.isfinite().all()
-        assert lost == 1 and full_shape == (37, 32)
+        # Cut alike on all ranks, though they have shards of different sizes.
+        assert lost == 1 and full_shape == (37, 32) and cut == results[0][3]
 
 
 # -- rounds on their way ------------------------------------------------------------------------------------------------

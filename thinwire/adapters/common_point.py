@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -52,6 +53,17 @@ def find_shard(parameter: Tensor) -> Shard | None:
     return Shard(tuple(parameter.shape), placement.dim, begin, 0, length)
 
 
+def forget_gathered(module: nn.Module) -> None:
+    """Have FSDP drop the whole parameters that an evaluation has left: they would hide the shards, which move."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        # Not imported, so that nothing is sharded.
+        return
+    for child in module.modules():
+        if isinstance(child, fsdp.FSDPModule):
+            child.reshard()
+
+
 class CommonPoint:
     """A float32 copy of every parameter (or of this rank's shard of it), which the outer optimizer steps."""
 
@@ -90,10 +102,13 @@ class CommonPoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write_distance(self, bucket: Bucket) -> None:
-        """Fill a bucket with the pseudo-gradient: the point, less where the parameters are."""
+        """Fill a bucket with the pseudo-gradient: the point as parameters can hold it, less where they are.
+
+        What a narrow parameter cannot hold of the point is nobody's way, and stays in the point.
+        """
         for slot in bucket.layout.slots:
-            view = slot.view(bucket.flat)
-            view.copy_(self.tensors[slot.name]).sub_(local_part(self.parameters[slot.name]))
+            local, view = local_part(self.parameters[slot.name]), slot.view(bucket.flat)
+            view.copy_(self.tensors[slot.name].to(local.dtype)).sub_(local)
 
     @contextmanager
     def updates(self, fragment: Fragment) -> Iterator[None]:
@@ -158,12 +173,13 @@ def cut_into_fragments(
     point: CommonPoint, count: int, device: torch.device, bucket_bytes: int
 ) -> list[Fragment]:
     """`count` runs of neighbouring parameters with about as many elements each. One travels at a time, so they share memory."""
-    names = [name for name in point.tensors if point.infos[name].numel]
+    # All ranks of a node cut alike, whatever each has of a parameter.
+    names = [name for name in point.tensors if point.infos[name].full.numel]
     if count > len(names):
         raise UsageError(
             f"fragments is {count}; it must be at most the number of parameters, {len(names)}"
         )
-    total = sum(point.infos[name].numel for name in names)
+    total = sum(point.infos[name].full.numel for name in names)
     parts: list[list[str]] = [[] for _ in range(count)]
     before = 0
     for place, name in enumerate(names):
@@ -172,7 +188,7 @@ def cut_into_fragments(
         index = max(wished, count - (len(names) - place))
         first_empty = next((i for i, part in enumerate(parts) if not part), count - 1)
         parts[min(index, first_empty)].append(name)
-        before += point.infos[name].numel
+        before += point.infos[name].full.numel
     layouts = [cut_into_layouts(point, part, device, bucket_bytes) for part in parts]
     memory = torch.zeros(max(map(needed_bytes, layouts)), dtype=torch.uint8, device=device)
     return [
@@ -190,6 +206,8 @@ def cut_into_layouts(
     for name in names:
         info = point.infos[name]
         nbytes = info.numel * info.dtype.itemsize
+        if not nbytes:
+            continue
         if not runs or runs[-1][0].dtype != info.dtype or filled + nbytes > bucket_bytes:
             runs.append([])
             filled = 0

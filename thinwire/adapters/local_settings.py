@@ -49,6 +49,10 @@ class LocalSettings:
         if not 0 <= self.keep_local < 1:
             raise UsageError(f"keep_local is {self.keep_local}; it must be from 0 to below 1")
         check_bucket_mb(self.bucket_mb)
+        if not callable(self.outer) and not isinstance(self.outer, Mapping):
+            raise UsageError(
+                f"outer is of type {type(self.outer).__name__}; it must be settings of torch.optim.SGD, or a function that makes an optimizer"
+            )
         shortest, delay = self.every // self.fragments, self.delay
         if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < shortest:
             raise UsageError(
@@ -67,9 +71,15 @@ class LocalSettings:
         return sum(0 < start <= inside for start in self.starts)
 
     def make_outer(self, point: Iterable[nn.Parameter]) -> Optimizer:
+        """The optimizer that steps these parameters."""
         if callable(self.outer):
             return self.outer(point)
-        return torch.optim.SGD(point, **self.outer)
+        try:
+            return torch.optim.SGD(point, **self.outer)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"outer is {dict(self.outer)}; torch.optim.SGD says: {error}"
+            ) from error
 
     def __str__(self) -> str:
         return (

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from thinwire.adapters.local_checks import check_local
 from thinwire.adapters.local_rounds import LocalRounds
 from thinwire.adapters.local_settings import LocalSettings
 from thinwire.engine.drivers import Driver
@@ -31,7 +32,7 @@ class LocalSimulation:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
+        optimizers: Sequence[Optimizer | Sequence[Optimizer]],
         method: Method | None = None,
         **settings: Any,
     ) -> None:
@@ -39,9 +40,11 @@ class LocalSimulation:
             raise UsageError(
                 f"there are {len(models)} models and {len(optimizers)} optimizers; every worker needs one of each"
             )
+        local = LocalSettings(**settings)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            check_local(model, optimizer, method or Dense(), local)
         for model in models[1:]:
             model.load_state_dict(models[0].state_dict())
-        local = LocalSettings(**settings)
         self._cluster = VirtualCluster(len(models))
         self.workers = [
             LocalRounds(model, optimizer, method or Dense(), _given(driver), local)
@@ -78,7 +81,7 @@ def _given(driver: Driver) -> Callable[[torch.device], Driver]:
 
 def simulate_local(
     models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
+    optimizers: Sequence[Optimizer | Sequence[Optimizer]],
     method: Method | None = None,
     **settings: Any,
 ) -> LocalSimulation:
@@ -86,7 +89,7 @@ def simulate_local(
 
     Args:
         models: One per worker, all of one kind.
-        optimizers: One per worker.
+        optimizers: One per worker, or several.
         method: How pseudo-gradients are sent; whole unless given.
         settings: Those of `tw.LocalSteps`.
     """
