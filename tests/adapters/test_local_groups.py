@@ -53,7 +53,9 @@ def test_real_workers_have_the_bits_of_simulated_ones(pools, delay):
     real = pools(3).run(train, method, 4, 9, settings)
     models = make_models()
     optimizers = [adamw(model) for model in models]
-    sim = tw.simulate_local(models, optimizers, method, every=4, deterministic=True, **settings)
+    sim = tw.LocalSteps.simulate(
+        models, optimizers, method, every=4, deterministic=True, **settings
+    )
     run(sim, models, optimizers, 9)
     # Closing finishes a round that is under way.
     for worker in sim.workers:

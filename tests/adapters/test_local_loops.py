@@ -43,7 +43,9 @@ def test_a_spoiled_worker_costs_one_round_whatever_the_fragments(fragments, dela
     """What is not finite in one fragment has spoiled the others by the next step."""
     models = make_models()
     optimizers = [adamw(model) for model in models]
-    sim = tw.simulate_local(models, optimizers, EXACT, every=6, fragments=fragments, delay=delay)
+    sim = tw.LocalSteps.simulate(
+        models, optimizers, EXACT, every=6, fragments=fragments, delay=delay
+    )
     run(sim, models, optimizers, 7)
     with torch.no_grad():
         models[1][0].weight[0, 0] = torch.nan
@@ -72,7 +74,7 @@ def compute_loss(model, optimizer, inputs):
 def test_an_optimizer_with_a_closure_takes_one_step():
     models = make_models()
     optimizers = [lbfgs(model) for model in models]
-    sim = tw.simulate_local(models, optimizers, EXACT, every=2, outer={"lr": 1.0})
+    sim = tw.LocalSteps.simulate(models, optimizers, EXACT, every=2, outer={"lr": 1.0})
     for step in range(8):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.step(partial(compute_loss, model, optimizer, draw(rank, step)))
@@ -116,7 +118,7 @@ def test_parameters_may_be_divided_among_optimizers(pools):
 def test_both_learning_rates_may_follow_schedules():
     models = make_models()
     optimizers = [sgd(model) for model in models]
-    sim = tw.simulate_local(models, optimizers, EXACT, every=2, outer={"lr": 1.0})
+    sim = tw.LocalSteps.simulate(models, optimizers, EXACT, every=2, outer={"lr": 1.0})
     inner = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in optimizers]
     outer = [torch.optim.lr_scheduler.StepLR(one.outer, 1, gamma=0.1) for one in sim.workers]
     for step in range(4):
@@ -131,7 +133,7 @@ def test_both_learning_rates_may_follow_schedules():
     assert sim.workers[0].outer.param_groups[0]["lr"] == pytest.approx(0.01)
     assert are_alike(models) and not torch.equal(before, values(models[0]))
     # The rate is a part of the state.
-    again = tw.simulate_local(models, optimizers, EXACT, every=2, outer={"lr": 1.0})
+    again = tw.LocalSteps.simulate(models, optimizers, EXACT, every=2, outer={"lr": 1.0})
     again.load_state_dict(sim.state_dict())
     assert again.workers[0].outer.param_groups[0]["lr"] == pytest.approx(0.01)
 
@@ -140,7 +142,7 @@ def test_accumulated_batches_are_one_step():
     models, plain = make_models(), make_models()
     for these, parts in ((models, 2), (plain, 1)):
         optimizers = [sgd(model) for model in these]
-        sim = tw.simulate_local(these, optimizers, EXACT, every=2, outer={"lr": 1.0})
+        sim = tw.LocalSteps.simulate(these, optimizers, EXACT, every=2, outer={"lr": 1.0})
         for step in range(4):
             for rank, (model, optimizer) in enumerate(zip(these, optimizers, strict=True)):
                 optimizer.zero_grad()
@@ -161,7 +163,7 @@ def test_the_point_keeps_what_narrow_parameters_cannot_hold():
     with torch.no_grad():
         models[0].weight.fill_(1.0)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    sim = tw.simulate_local(models, optimizers, EXACT, every=1, outer={"lr": 1.0})
+    sim = tw.LocalSteps.simulate(models, optimizers, EXACT, every=1, outer={"lr": 1.0})
     place = 2.0**-7
     for number in range(1, 9):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
@@ -194,7 +196,7 @@ def test_tied_weights_and_other_memory_formats():
     torch.manual_seed(0)
     models = [Tied() for _ in range(2)]
     optimizers = [sgd(model) for model in models]
-    sim = tw.simulate_local(models, optimizers, EXACT, every=2, outer={"lr": 1.0})
+    sim = tw.LocalSteps.simulate(models, optimizers, EXACT, every=2, outer={"lr": 1.0})
     assert sorted(sim.workers[0].point.tensors) == [
         *("decode.weight", "encode.weight", "images.bias", "images.weight")
     ]
@@ -236,7 +238,7 @@ def test_what_is_trained_cannot_change_under_way(change, words):
     for model in models:
         model[0].bias.requires_grad_(False)
     optimizers = [sgd(model) for model in models]
-    sim = tw.simulate_local(models, optimizers, EXACT, every=2)
+    sim = tw.LocalSteps.simulate(models, optimizers, EXACT, every=2)
     frozen = models[0][0].bias.clone()
     run(sim, models, optimizers, 5)
     assert torch.equal(models[0][0].bias, frozen)
@@ -246,7 +248,7 @@ def test_what_is_trained_cannot_change_under_way(change, words):
         run(sim, models, optimizers, 1, 5)
     # Begun again with what is trained now.
     optimizers = [sgd(model) for model in models]
-    run(tw.simulate_local(models, optimizers, EXACT, every=2), models, optimizers, 2)
+    run(tw.LocalSteps.simulate(models, optimizers, EXACT, every=2), models, optimizers, 2)
     assert are_alike(models)
 
 
@@ -281,7 +283,7 @@ def test_compiled_models_and_steps_have_the_bits_of_others(pools):
 def test_a_state_does_not_change_with_the_training():
     models = make_models()
     optimizers = [adamw(model) for model in models]
-    sim = tw.simulate_local(models, optimizers, SPARSE, every=2)
+    sim = tw.LocalSteps.simulate(models, optimizers, SPARSE, every=2)
     run(sim, models, optimizers, 4)
     state = sim.state_dict()
     before = copy.deepcopy(state)
@@ -385,14 +387,14 @@ def test_another_number_of_workers_goes_on_from_the_states_of_all(pools, how):
 def test_senseless_outer_optimizers_are_refused(outer, words):
     models = make_models(1)
     with pytest.raises(tw.UsageError, match=words):
-        tw.simulate_local(models, [sgd(models[0])], every=2, outer=outer)
+        tw.LocalSteps.simulate(models, [sgd(models[0])], every=2, outer=outer)
 
 
 @pytest.mark.parametrize("bucket_mb", [-1, float("nan")])
 def test_senseless_buckets_are_refused(bucket_mb):
     models = make_models(1)
     with pytest.raises(tw.UsageError, match="bucket_mb"):
-        tw.simulate_local(models, [sgd(models[0])], every=2, bucket_mb=bucket_mb)
+        tw.LocalSteps.simulate(models, [sgd(models[0])], every=2, bucket_mb=bucket_mb)
 
 
 def refuse(rank, world):

@@ -43,7 +43,7 @@ from thinwire.methods.base import Method
 from thinwire.observe.stats import Stats
 from thinwire.plan.report import PlanReport
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,11 +18,8 @@ from thinwire.plan.policy import Rule
 from thinwire.validate import check_finite_number, check_positive_int
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-def published_outer() -> dict[str, Any]:
-    """Settings of the outer SGD as DiLoCo publishes them."""
-    return {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+NESTEROV: Mapping[str, Any] = MappingProxyType({"lr": 0.7, "momentum": 0.9, "nesterov": True})
+"""Settings of the outer SGD as DiLoCo publishes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,7 @@ class LocalSettings:
     """When rounds begin and end, and what they do. `LocalSteps` says what each means."""
 
     every: int
-    outer: Mapping[str, Any] | MakeOptimizer = field(default_factory=published_outer)
+    outer: Mapping[str, Any] | MakeOptimizer = field(default_factory=lambda: NESTEROV)
     fragments: int = 1
     delay: int = 0
     keep_local: float = 0.5

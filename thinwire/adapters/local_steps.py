@@ -18,7 +18,8 @@ from thinwire.adapters.checks import find_group
 from thinwire.adapters.common_point import forget_gathered
 from thinwire.adapters.local_checks import check_apart, check_local
 from thinwire.adapters.local_rounds import LocalRounds
-from thinwire.adapters.local_settings import LocalSettings, MakeOptimizer, published_outer
+from thinwire.adapters.local_settings import NESTEROV, LocalSettings, MakeOptimizer
+from thinwire.adapters.simulate_local import LocalSimulation
 from thinwire.engine.device_drivers import make_driver
 from thinwire.engine.loss_scale import scale_reader
 from thinwire.engine.moving import from_bytes, take_group, to_bytes
@@ -72,7 +73,7 @@ class LocalSteps(LocalRounds):
         method: Method | None = None,
         *,
         every: int,
-        outer: Mapping[str, Any] | MakeOptimizer | None = None,
+        outer: Mapping[str, Any] | MakeOptimizer = NESTEROV,
         fragments: int = 1,
         delay: int = 0,
         keep_local: float = 0.5,
@@ -86,7 +87,7 @@ class LocalSteps(LocalRounds):
     ) -> None:
         settings = LocalSettings(
             every=every,
-            outer=published_outer() if outer is None else outer,
+            outer=outer,
             fragments=fragments,
             delay=delay,
             keep_local=keep_local,
@@ -153,6 +154,28 @@ class LocalSteps(LocalRounds):
         for _ in self.last_rounds():
             pass
         share_from_first(self._module.buffers(), self._group, self._inside)
+
+    @staticmethod
+    def simulate(
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer | Sequence[Optimizer]],
+        method: Method | None = None,
+        **settings: Any,
+    ) -> LocalSimulation:
+        """Local steps of as many workers as there are models, in this process.
+
+        Args:
+            models: One per worker, all of one kind. All get the parameters of the first.
+            optimizers: One per worker, or several.
+            method: How pseudo-gradients are sent; whole unless given.
+            settings: Those of `tw.LocalSteps`.
+
+        >>> sim = tw.LocalSteps.simulate(models, optimizers, tw.Quantized(bits=4), every=32)
+        >>> for model, optimizer, batch in zip(models, optimizers, batches):
+        ...     model(batch).backward(), optimizer.step(), optimizer.zero_grad()
+        >>> sim.step()
+        """
+        return LocalSimulation(models, optimizers, method, **settings)
 
     def close(self) -> None:
         """Finish the round under way, and take no further part. Parameters stay where they are: `finish()` first."""

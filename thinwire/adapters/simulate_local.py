@@ -19,14 +19,9 @@ from thinwire.methods.base import Dense, Method
 
 
 class LocalSimulation:
-    """As many workers as there are models, each with an optimizer of its own; `step` after every inner step of all of them.
+    """As many workers as there are models, each with an optimizer of its own; `tw.LocalSteps.simulate` makes it.
 
-    All models get the parameters of the first. `settings` are those of `tw.LocalSteps`.
-
-    >>> sim = tw.simulate_local(models, optimizers, tw.Quantized(bits=4), every=32)
-    >>> for model, optimizer, batch in zip(models, optimizers, batches):
-    ...     model(batch).backward(), optimizer.step(), optimizer.zero_grad()
-    >>> sim.step()
+    `step` comes after every inner step of all of them, `finish` at the end.
     """
 
     def __init__(
@@ -77,20 +72,3 @@ class LocalSimulation:
 
 def _given(driver: Driver) -> Callable[[torch.device], Driver]:
     return lambda device: driver
-
-
-def simulate_local(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer | Sequence[Optimizer]],
-    method: Method | None = None,
-    **settings: Any,
-) -> LocalSimulation:
-    """Local steps of as many workers as there are models, in this process.
-
-    Args:
-        models: One per worker, all of one kind.
-        optimizers: One per worker, or several.
-        method: How pseudo-gradients are sent; whole unless given.
-        settings: Those of `tw.LocalSteps`.
-    """
-    return LocalSimulation(models, optimizers, method, **settings)
