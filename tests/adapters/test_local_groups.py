@@ -90,6 +90,39 @@ def test_nodes_of_replicas_share_the_sending(pools):
     assert results[0][1] == results[2][1]
 
 
+def spoil_one_bucket(rank, world):
+    """One node's first weight is not finite when a round begins, and of its two replicas one sends that."""
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    between = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    model = make_models(1)[0]
+    optimizer = sgd(model)
+
+    def spoil(*_):
+        if rank < 2 and local.steps == 5:
+            with torch.no_grad():
+                model[0].weight[0, 0] = torch.nan
+
+    optimizer.register_step_post_hook(spoil)
+    local = tw.LocalSteps(
+        model, optimizer, tw.TopK(density=0.1, dense_fallback=False), every=2,
+        process_group=between, inside_group=inside, bucket_mb=0.005,
+    )  # fmt: skip
+    held = []
+    for step in range(6):
+        inner_step(model, optimizer, rank // 2, step)
+        held.append({name: local.handle.residual(name) for name in local.point.tensors})
+    sends = [name for name, residual in held[3].items() if residual.any()]
+    return local.lost_rounds, sends, [torch.equal(held[3][name], held[5][name]) for name in sends]
+
+
+@pytest.mark.workers
+def test_a_bad_round_leaves_no_trace_in_what_the_other_replicas_sent(pools):
+    results = pools(4).run(spoil_one_bucket)
+    assert [result[0] for result in results] == [1] * 4
+    assert "0.weight" in results[0][1] and "2.weight" in results[1][1]
+    assert all(all(same) for _, _, same in results)
+
+
 def train_shards(rank, world):
     """Two nodes of two: FSDP2 inside, local steps between."""
     mesh = make_mesh(2, 2)

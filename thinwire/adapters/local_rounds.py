@@ -186,9 +186,11 @@ class LocalRounds:
             ending, steps = one.marks.wait().unbind(1)
             one.last, one.most_steps = bool(ending.all()), int(steps.max())
             reducer = self.handle.reducer
-            bad = reducer.verdict().clone()
+            one.bad = self._agree_inside(bool(reducer.verdict()))
+            # What this rank has sent may be good, and that of its neighbours not.
+            reducer.overrule(torch.tensor(one.bad, device=self.point.device))
             reducer.end_step()
-            one.bad = self._share_inside(one.fragment, bad)
+            self._share_inside(one.fragment)
         return one
 
     def _own(self, fragment: Fragment) -> list[Bucket]:
@@ -198,14 +200,12 @@ class LocalRounds:
         rank, world = dist.get_rank(self._inside), dist.get_world_size(self._inside)
         return list(fragment.buckets[rank::world])
 
-    def _share_inside(self, fragment: Fragment, bad: Tensor) -> bool:
-        """Whether the round is bad for any rank of this node; its replicas get what one of them received."""
-        found = self._agree_inside(bool(bad))
+    def _share_inside(self, fragment: Fragment) -> None:
+        """The replicas of a node get what one of them received."""
         if self._inside is not None and not self.point.sharded:
             ranks = dist.get_process_group_ranks(self._inside)
             for index, bucket in enumerate(fragment.buckets):
                 broadcast_into(bucket.flat, ranks[index % len(ranks)], self._inside)
-        return found
 
     def _agree_inside(self, found: bool) -> bool:
         """Whether any rank of this node has found it."""
@@ -277,8 +277,10 @@ class LocalRounds:
 
     def close(self) -> None:
         """Finish the round under way, and take no further part. Parameters stay where they are."""
-        self.finish_now()
-        self.handle.close()
+        try:
+            self.finish_now()
+        finally:
+            self.handle.close()
 
     def drop_round(self) -> None:
         """The round under way, if it cannot be finished, counts for nothing: it leaves no trace in memory."""
