@@ -10,7 +10,6 @@ from thinwire.adapters import (
     StreamingDiLoCo,
     attach,
     simulate,
-    simulate_local,
 )
 from thinwire.compress import register_backend
 from thinwire.engine import Reducer, check
@@ -112,7 +111,6 @@ __all__ = [
     "select",
     "selector",
     "simulate",
-    "simulate_local",
     "warmup",
     "wire",
 ]

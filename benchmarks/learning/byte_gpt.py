@@ -385,7 +385,7 @@ class LocalWorkers:
             capturable=device.type == "cuda",
             fused=device.type == "cuda",
         )
-        self.simulation = tw.simulate_local(
+        self.simulation = tw.LocalSteps.simulate(
             models,
             # They only say what is trained: all workers step together.
             [make_optimizer(model, cell.lr) for model in models],

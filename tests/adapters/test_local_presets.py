@@ -148,7 +148,7 @@ def test_streaming_diloco_is_its_recomputation():
     models = make_models()
     optimizers = [adamw(model) for model in models]
     outer = {"lr": 0.4, **NESTEROV}
-    sim = tw.simulate_local(
+    sim = tw.LocalSteps.simulate(
         models, optimizers, EXACT, every=6, fragments=2, delay=2, keep_local=0.5, outer=outer
     )
     run(sim, models, optimizers, 18)
@@ -186,7 +186,7 @@ def test_a_common_point_that_is_put_somewhere_changes_nothing(method):
     for settings in ({}, {"point_device": "cpu"}, {"point_device": torch.device("cpu")}):
         models = make_models()
         optimizers = [sgd(model) for model in models]
-        sim = tw.simulate_local(models, optimizers, method, every=2, fragments=2, **settings)
+        sim = tw.LocalSteps.simulate(models, optimizers, method, every=2, fragments=2, **settings)
         run(sim, models, optimizers, 6)
         assert all(t.device.type == "cpu" for t in sim.workers[0].point.tensors.values())
         ends.append(values(models[0]))

@@ -27,7 +27,7 @@ from tests.local_jobs import (
 def test_one_step_and_a_plain_outer_step_is_the_mean_of_the_distances():
     models = make_models()
     optimizers = [sgd(model) for model in models]
-    sim = tw.simulate_local(models, optimizers, EXACT, every=1, outer={"lr": 1.0})
+    sim = tw.LocalSteps.simulate(models, optimizers, EXACT, every=1, outer={"lr": 1.0})
     plain = make_models()
     plain_optimizers = [sgd(model) for model in plain]
     point = values(plain[0])
@@ -48,7 +48,7 @@ def test_diloco_is_its_recomputation():
     models = make_models()
     optimizers = [adamw(model) for model in models]
     outer = {"lr": lr, "momentum": momentum, "nesterov": True}
-    sim = tw.simulate_local(models, optimizers, EXACT, every=every, outer=outer)
+    sim = tw.LocalSteps.simulate(models, optimizers, EXACT, every=every, outer=outer)
     run(sim, models, optimizers, 4 * every)
 
     plain = make_models()
@@ -73,7 +73,7 @@ def test_sparse_rounds_lose_nothing():
     models = make_models()
     optimizers = [sgd(model) for model in models]
     method = tw.TopK(density=0.05, dense_fallback=False)
-    sim = tw.simulate_local(models, optimizers, method, every=2, outer={"lr": 1.0})
+    sim = tw.LocalSteps.simulate(models, optimizers, method, every=2, outer={"lr": 1.0})
     start = {name: tensor.detach().clone() for name, tensor in sim.workers[0].point.tensors.items()}
     sent = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
     for step in range(6):
@@ -99,7 +99,7 @@ def test_sparse_loco_entries_take_at_most_twelve_bits():
         wire=tw.wire.Wire(values="int2", indices="rice"),
     )
     optimizers = [sgd(model) for model in models]
-    sim = tw.simulate_local(models, optimizers, method, every=1, outer={"lr": 1.0})
+    sim = tw.LocalSteps.simulate(models, optimizers, method, every=1, outer={"lr": 1.0})
     run(sim, models, optimizers, 3)
     stats = sim.workers[0].stats()
     entries = 256 * 256 // 64
@@ -114,7 +114,7 @@ def test_sparse_loco_entries_take_at_most_twelve_bits():
 def test_fragments_take_turns_and_travel_while_steps_go_on():
     models = make_models()
     optimizers = [sgd(model) for model in models]
-    sim = tw.simulate_local(
+    sim = tw.LocalSteps.simulate(
         models, optimizers, EXACT, every=6, fragments=2, delay=2, keep_local=0.0, outer={"lr": 1.0}
     )
     worker = sim.workers[0]
@@ -131,7 +131,7 @@ def test_fragments_take_turns_and_travel_while_steps_go_on():
 def test_a_merged_round_keeps_a_part_of_the_local_place():
     models = make_models(2)
     optimizers = [sgd(model) for model in models]
-    sim = tw.simulate_local(
+    sim = tw.LocalSteps.simulate(
         models, optimizers, EXACT, every=3, delay=1, keep_local=0.25, outer={"lr": 1.0}
     )
     run(sim, models, optimizers, 3)
@@ -153,7 +153,7 @@ def test_a_merged_round_keeps_a_part_of_the_local_place():
 def test_a_bad_round_costs_that_round(method):
     models = make_models()
     optimizers = [adamw(model) for model in models]
-    sim = tw.simulate_local(models, optimizers, method, every=2, outer={"lr": 1.0})
+    sim = tw.LocalSteps.simulate(models, optimizers, method, every=2, outer={"lr": 1.0})
     run(sim, models, optimizers, 4)
     common = values(models[0])
     held = sim.workers[0].handle.state_dict()["ranks"]["rank0"]["memory"]
@@ -184,7 +184,7 @@ def test_resume_is_exact_in_mid_round(stop):
     def begin():
         models = make_models(2)
         optimizers = [adamw(model) for model in models]
-        return models, optimizers, tw.simulate_local(models, optimizers, method, **settings)
+        return models, optimizers, tw.LocalSteps.simulate(models, optimizers, method, **settings)
 
     whole, optimizers, sim = begin()
     run(sim, whole, optimizers, 12)
@@ -212,10 +212,46 @@ def test_resume_is_exact_in_mid_round(stop):
 def test_the_state_is_plain_tensors_and_numbers(tmp_path):
     models = make_models(2)
     optimizers = [adamw(model) for model in models]
-    sim = tw.simulate_local(models, optimizers, tw.Quantized(bits=8), every=2, delay=1)
+    sim = tw.LocalSteps.simulate(models, optimizers, tw.Quantized(bits=8), every=2, delay=1)
     run(sim, models, optimizers, 2)
     torch.save(sim.state_dict()[1], tmp_path / "local.pt")
     sim.workers[1].load_state_dict(torch.load(tmp_path / "local.pt", weights_only=True))
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+OUTER = {"lr": 0.7, "momentum": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "wanted"),
+    [
+        (EXACT, {"outer": OUTER}, (4, 4, 4)),
+        (EXACT, {"outer": {"lr": 1.0}}, (4, 0, 4)),
+        (EXACT, {"outer": torch.optim.AdamW, "fragments": 4}, (4, 8, 1)),
+        (tw.Quantized(bits=4), {"outer": OUTER, "fragments": 4}, (4, 4, 1)),
+    ],
+    ids=["momentum", "none", "adam", "fragments"],
+)
+def test_the_plan_counts_all_bytes_of_a_parameter(method, settings, wanted):
+    torch.manual_seed(0)
+    models = [nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))) for _ in range(2)]
+    optimizers = [sgd(model) for model in models]
+    sim = tw.LocalSteps.simulate(models, optimizers, method, every=4, **settings)
+    before = sim.workers[0].plan().beside
+    run(sim, models, optimizers, 4)
+    after = sim.workers[0].plan()
+    count = 4 * 64 * 64
+    found = tuple(round(nbytes / count, 2) for nbytes in after.beside.values())
+    assert found == wanted
+    # What SGD will keep is known before its first step.
+    assert after.beside == before or "outer" not in settings or callable(settings["outer"])
+    kept = after.memory_bytes + after.spare_bytes + after.kept_bytes
+    assert kept == (0 if method is EXACT else pytest.approx(8.6 * count, rel=0.05))
+    whole = (sum(after.beside.values()) + kept) / count
+    assert f"all of it takes {whole * count / 1e6:.1f} MB ({whole:.3g} bytes per element)" in str(
+        after
+    )
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -234,19 +270,19 @@ def test_the_state_is_plain_tensors_and_numbers(tmp_path):
 def test_senseless_schedules_are_refused(settings, words):
     models = make_models(1)
     with pytest.raises(tw.UsageError, match=words):
-        tw.simulate_local(models, [sgd(models[0])], **settings)
+        tw.LocalSteps.simulate(models, [sgd(models[0])], **settings)
 
 
 def test_an_optimizer_of_other_parameters_is_refused():
     models = make_models(2)
     with pytest.raises(tw.UsageError, match="does not have"):
-        tw.simulate_local(models[:1], [sgd(models[1])], every=2)
+        tw.LocalSteps.simulate(models[:1], [sgd(models[1])], every=2)
 
 
 def test_methods_that_own_momentum_are_refused():
     models = make_models(1)
     with pytest.raises(tw.UsageError, match="outer optimizer"):
-        tw.simulate_local(models, [sgd(models[0])], tw.DGC(density=0.1), every=2)
+        tw.LocalSteps.simulate(models, [sgd(models[0])], tw.DGC(density=0.1), every=2)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
@@ -256,7 +292,9 @@ def test_methods_that_own_momentum_are_refused():
 def test_at_the_end_workers_are_averaged_without_the_outer_optimizer(fragments, delay):
     models = make_models()
     optimizers = [sgd(model) for model in models]
-    sim = tw.simulate_local(models, optimizers, EXACT, every=4, fragments=fragments, delay=delay)
+    sim = tw.LocalSteps.simulate(
+        models, optimizers, EXACT, every=4, fragments=fragments, delay=delay
+    )
     run(sim, models, optimizers, 7)
     for worker in sim.workers:
         worker.finish_now()

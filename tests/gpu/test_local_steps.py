@@ -18,7 +18,7 @@ def train(method: tw.Method, point_device: str | None) -> tuple[torch.Tensor, to
     """(the end of all workers, the mean of where they were before it)."""
     models = [model.cuda() for model in make_models()]
     optimizers = [sgd(model) for model in models]
-    sim = tw.simulate_local(
+    sim = tw.LocalSteps.simulate(
         models, optimizers, method, every=4, fragments=2, delay=1, point_device=point_device
     )
     for step in range(11):

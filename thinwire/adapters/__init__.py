@@ -5,7 +5,7 @@ from thinwire.adapters.local_presets import DiLoCo, SparseLoCo, StreamingDiLoCo
 from thinwire.adapters.local_steps import LocalSteps
 from thinwire.adapters.optimizer import DistributedOptimizer
 from thinwire.adapters.simulate import Simulation, simulate
-from thinwire.adapters.simulate_local import LocalSimulation, simulate_local
+from thinwire.adapters.simulate_local import LocalSimulation
 from thinwire.adapters.simulate_report import SimulationReport
 
 __all__ = [
@@ -19,5 +19,4 @@ __all__ = [
     "StreamingDiLoCo",
     "attach",
     "simulate",
-    "simulate_local",
 ]

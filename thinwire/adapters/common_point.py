@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from thinwire.engine.network import broadcast_into
 from thinwire.errors import UsageError
 from thinwire.layout import (
     Bucket,
+    BucketLayout,
     ParameterInfo,
     Shard,
     lay_out,
@@ -24,10 +26,13 @@ from thinwire.layout import (
     wide_dtype,
 )
 
+ALIGNMENT = 256
+"""Bytes."""
+
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """Parameters whose rounds are one, and the buckets in which they travel."""
+    """Parameters whose rounds are one, and the buckets in which they travel. Other fragments' buckets are in the same memory."""
 
     names: Sequence[str]
     buckets: Sequence[Bucket]
@@ -46,6 +51,17 @@ def find_shard(parameter: Tensor) -> Shard | None:
     begin = min(size, mesh.get_local_rank() * longest)
     length = min(longest, size - begin)
     return Shard(tuple(parameter.shape), placement.dim, begin, 0, length)
+
+
+def forget_gathered(module: nn.Module) -> None:
+    """Have FSDP drop the whole parameters that an evaluation has left: they would hide the shards, which move."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        # Not imported, so that nothing is sharded.
+        return
+    for child in module.modules():
+        if isinstance(child, fsdp.FSDPModule):
+            child.reshard()
 
 
 class CommonPoint:
@@ -86,10 +102,13 @@ class CommonPoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write_distance(self, bucket: Bucket) -> None:
-        """Fill a bucket with the pseudo-gradient: the point, less where the parameters are."""
+        """Fill a bucket with the pseudo-gradient: the point as parameters can hold it, less where they are.
+
+        What a narrow parameter cannot hold of the point is nobody's way, and stays in the point.
+        """
         for slot in bucket.layout.slots:
-            view = slot.view(bucket.flat)
-            view.copy_(self.tensors[slot.name]).sub_(local_part(self.parameters[slot.name]))
+            local, view = local_part(self.parameters[slot.name]), slot.view(bucket.flat)
+            view.copy_(self.tensors[slot.name].to(local.dtype)).sub_(local)
 
     @contextmanager
     def updates(self, fragment: Fragment) -> Iterator[None]:
@@ -153,13 +172,14 @@ class CommonPoint:
 def cut_into_fragments(
     point: CommonPoint, count: int, device: torch.device, bucket_bytes: int
 ) -> list[Fragment]:
-    """`count` runs of neighbouring parameters with about as many elements each."""
-    names = [name for name in point.tensors if point.infos[name].numel]
+    """`count` runs of neighbouring parameters with about as many elements each. One travels at a time, so they share memory."""
+    # All ranks of a node cut alike, whatever each has of a parameter.
+    names = [name for name in point.tensors if point.infos[name].full.numel]
     if count > len(names):
         raise UsageError(
             f"fragments is {count}; it must be at most the number of parameters, {len(names)}"
         )
-    total = sum(point.infos[name].numel for name in names)
+    total = sum(point.infos[name].full.numel for name in names)
     parts: list[list[str]] = [[] for _ in range(count)]
     before = 0
     for place, name in enumerate(names):
@@ -168,26 +188,48 @@ def cut_into_fragments(
         index = max(wished, count - (len(names) - place))
         first_empty = next((i for i, part in enumerate(parts) if not part), count - 1)
         parts[min(index, first_empty)].append(name)
-        before += point.infos[name].numel
-    return [Fragment(part, cut_into_buckets(point, part, device, bucket_bytes)) for part in parts]
+        before += point.infos[name].full.numel
+    layouts = [cut_into_layouts(point, part, device, bucket_bytes) for part in parts]
+    memory = torch.zeros(max(map(needed_bytes, layouts)), dtype=torch.uint8, device=device)
+    return [
+        Fragment(part, place_buckets(found, memory))
+        for part, found in zip(parts, layouts, strict=True)
+    ]
 
 
-def cut_into_buckets(
+def cut_into_layouts(
     point: CommonPoint, names: Sequence[str], device: torch.device, bucket_bytes: int
-) -> list[Bucket]:
+) -> list[BucketLayout]:
     """Neighbours of one dtype together, up to so many bytes, and at least one in each."""
     runs: list[list[ParameterInfo]] = []
     filled = 0
     for name in names:
         info = point.infos[name]
         nbytes = info.numel * info.dtype.itemsize
+        if not nbytes:
+            continue
         if not runs or runs[-1][0].dtype != info.dtype or filled + nbytes > bucket_bytes:
             runs.append([])
             filled = 0
         runs[-1].append(info)
         filled += nbytes
-    layouts = [lay_out(run, run[0].dtype, device) for run in runs]
+    return [lay_out(run, run[0].dtype, device) for run in runs]
+
+
+def aligned_bytes(layout: BucketLayout) -> int:
+    """What a bucket takes, so that the next one begins where vectors of all kernels may."""
+    nbytes = layout.numel * layout.dtype.itemsize
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def needed_bytes(layouts: Sequence[BucketLayout]) -> int:
+    return sum(map(aligned_bytes, layouts))
+
+
+def place_buckets(layouts: Sequence[BucketLayout], memory: Tensor) -> list[Bucket]:
+    """Buckets one behind the other in this memory."""
+    pieces = memory[: needed_bytes(layouts)].split(list(map(aligned_bytes, layouts)))
     return [
-        Bucket(layout, torch.zeros(layout.numel, dtype=layout.dtype, device=device))
-        for layout in layouts
+        Bucket(layout, piece.view(layout.dtype)[: layout.numel])
+        for layout, piece in zip(layouts, pieces, strict=True)
     ]

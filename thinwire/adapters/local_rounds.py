@@ -14,19 +14,20 @@ all are there; what is left then is averaged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from thinwire.adapters.checks import check_parameters
 from thinwire.adapters.common_point import CommonPoint, Fragment, cut_into_fragments
 from thinwire.adapters.handles import make_handle
+from thinwire.adapters.local_checks import check_owned, check_trained, listed, plain_module
 from thinwire.adapters.local_settings import LocalSettings
 from thinwire.engine.bucket_plan import deliver_nothing
 from thinwire.engine.drivers import Driver
@@ -40,11 +41,9 @@ from thinwire.handle import Handle
 from thinwire.layout import Bucket, describe_module, local_part
 from thinwire.methods.base import Method
 from thinwire.observe.stats import Stats
-from thinwire.plan.policy import check_settings
 from thinwire.plan.report import PlanReport
-from thinwire.validate import check_instance
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 @dataclass(eq=False)
@@ -71,30 +70,20 @@ class LocalRounds:
     """Begins and finishes rounds as inner steps are counted. `connect` makes the driver of the parameters' device.
 
     A round in which some worker has a parameter that is not finite delivers nothing: all workers go back to the last common
-    point, and that round is lost.
+    point with that fragment, and that round is lost. What it is given has passed `check_local`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         method: Method,
         connect: Callable[[torch.device], Driver],
         settings: LocalSettings,
         inside: dist.ProcessGroup | None = None,
     ) -> None:
-        check_instance("model", model, nn.Module, "a torch.nn.Module")
-        check_instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-        check_settings(method, settings.policy, settings.deterministic)
-        if method.takes_over is not None:
-            raise UsageError(
-                f"method is {type(method).__name__}, which takes momentum over from an optimizer; local steps have an "
-                "outer optimizer for that, use a method without momentum"
-            )
-        described = describe_module(plain_module(model))
-        check_parameters(None, {name: pair[0] for name, pair in described.items()})
-        _check_owned(optimizer, {name: pair[0] for name, pair in described.items()})
-        self.optimizer = optimizer
+        self._module = plain_module(model)
+        self.optimizers: list[Optimizer] = listed(optimizer)
         self.settings = settings
         self.steps = 0
         """Inner steps so far, those that a GradScaler skipped included."""
@@ -103,8 +92,9 @@ class LocalRounds:
         self.lost_rounds = 0
         """Rounds that delivered nothing, because some worker had a parameter that was not finite."""
         self._inside = inside
-        self.point = CommonPoint(described, settings.point_device)
+        self.point = CommonPoint(describe_module(self._module), settings.point_device)
         self.outer = settings.make_outer(self.point.tensors.values())
+        check_owned("outer", [self.outer], self.point.tensors, "which it was given to step")
         device = self.point.device
         self.fragments = cut_into_fragments(
             self.point, settings.fragments, device, int(settings.bucket_mb * 2**20)
@@ -140,6 +130,7 @@ class LocalRounds:
         self.steps += 1
         turn = self.settings.starts.get(self.steps % self.settings.every)
         if turn is not None:
+            check_trained(self._module, self.point.parameters)
             self._round = self._begin(self.fragments[turn])
 
     @torch.no_grad()
@@ -195,9 +186,11 @@ class LocalRounds:
             ending, steps = one.marks.wait().unbind(1)
             one.last, one.most_steps = bool(ending.all()), int(steps.max())
             reducer = self.handle.reducer
-            bad = reducer.verdict().clone()
+            one.bad = self._agree_inside(bool(reducer.verdict()))
+            # What this rank has sent may be good, and that of its neighbours not.
+            reducer.overrule(torch.tensor(one.bad, device=self.point.device))
             reducer.end_step()
-            one.bad = self._share_inside(one.fragment, bad)
+            self._share_inside(one.fragment)
         return one
 
     def _own(self, fragment: Fragment) -> list[Bucket]:
@@ -207,17 +200,20 @@ class LocalRounds:
         rank, world = dist.get_rank(self._inside), dist.get_world_size(self._inside)
         return list(fragment.buckets[rank::world])
 
-    def _share_inside(self, fragment: Fragment, bad: Tensor) -> bool:
-        """Whether the round is bad for any rank of this node; its replicas get what one of them received."""
-        if self._inside is None:
-            return bool(bad)
-        flag = bad.to(torch.int32)
-        with failing_as(self._inside, "verdicts"):
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._inside)
-        if not self.point.sharded:
+    def _share_inside(self, fragment: Fragment) -> None:
+        """The replicas of a node get what one of them received."""
+        if self._inside is not None and not self.point.sharded:
             ranks = dist.get_process_group_ranks(self._inside)
             for index, bucket in enumerate(fragment.buckets):
                 broadcast_into(bucket.flat, ranks[index % len(ranks)], self._inside)
+
+    def _agree_inside(self, found: bool) -> bool:
+        """Whether any rank of this node has found it."""
+        if self._inside is None:
+            return found
+        flag = torch.tensor(int(found), device=self.point.device)
+        with failing_as(self._inside, "verdicts"):
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._inside)
         return bool(flag)
 
     def _finish(self, one: Round) -> None:
@@ -225,20 +221,30 @@ class LocalRounds:
         self.rounds += 1
         if one.bad:
             self.lost_rounds += 1
-            self._clean_state(one.fragment)
-        elif one.last:
+            self._recover(one.fragment)
+            return
+        if one.last:
             self.point.subtract(one.fragment)
         else:
             with self.point.updates(one.fragment):
                 self.outer.step()
-        self.point.move_parameters(one.fragment, 0.0 if one.bad else one.keep_local)
+        self.point.move_parameters(one.fragment, one.keep_local)
 
-    def _clean_state(self, fragment: Fragment) -> None:
-        """What is not finite in the inner optimizer's state would spoil the next round as well."""
-        for name in fragment.names:
-            for value in self.optimizer.state.get(self.point.parameters[name], {}).values():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    torch.nan_to_num(local_part(value), 0.0, 0.0, 0.0, out=local_part(value))
+    def _recover(self, fragment: Fragment) -> None:
+        """All workers go back to the point with this fragment. What is not finite elsewhere would spoil the next rounds as well:
+
+        1. In the inner optimizers' state it becomes zero.
+        2. A worker, or node, that has it in its other parameters goes back to the point with all of them.
+        """
+        self.point.move_parameters(fragment, 0.0)
+        parts = [local_part(parameter) for parameter in self.point.parameters.values()]
+        for state in chain.from_iterable(one.state.values() for one in self.optimizers):
+            for value in map(local_part, tensors_in(state)):
+                if value.is_floating_point():
+                    torch.nan_to_num(value, 0.0, 0.0, 0.0, out=value)
+        if self._agree_inside(not all(bool(part.isfinite().all()) for part in parts)):
+            for other in self.fragments:
+                self.point.move_parameters(other, 0.0)
 
     # -- what it does ------------------------------------------------------------------------------------------
 
@@ -252,13 +258,29 @@ class LocalRounds:
         return self.handle.stats()
 
     def plan(self) -> PlanReport:
-        """What happens to every parameter and why, and what the common point takes; print it."""
-        return replace(self.handle.plan(), beside={"the common point": self.point.nbytes()})
+        """What happens to every parameter and why, and what the common point and all that belongs to it takes; print it."""
+        tensors = self.point.tensors.values()
+        away = {t.device.type for t in tensors} - {self.point.device.type}
+        there = f" on the {away.pop()}" if away else ""
+        buckets = [bucket.flat for one in self.fragments for bucket in one.buckets]
+        beside = {
+            f"the common point{there}": self.point.nbytes(),
+            f"the outer optimizer{there}": state_bytes(self.outer),
+            "memory of the buckets": max(
+                (b.untyped_storage().nbytes() for b in buckets), default=0
+            ),
+        }
+        report = self.handle.plan()
+        # Fragments are about as large as each other.
+        kept = report.kept_bytes // len(self.fragments)
+        return replace(report, beside=beside, kept_bytes=kept)
 
     def close(self) -> None:
         """Finish the round under way, and take no further part. Parameters stay where they are."""
-        self.finish_now()
-        self.handle.close()
+        try:
+            self.finish_now()
+        finally:
+            self.handle.close()
 
     def drop_round(self) -> None:
         """The round under way, if it cannot be finished, counts for nothing: it leaves no trace in memory."""
@@ -289,7 +311,7 @@ class LocalRounds:
             "version": STATE_VERSION,
             **self._counters(),
             "point": {name: tensor.detach().clone() for name, tensor in self.point.tensors.items()},
-            "outer": self.outer.state_dict(),
+            "outer": deepcopy(self.outer.state_dict()),
             "round": travelling,
             "handle": self.handle.state_dict(),
         }
@@ -314,12 +336,13 @@ class LocalRounds:
             raise UsageError(
                 f"state is none of LocalSteps of version {STATE_VERSION}; pass what state_dict() returned"
             )
+        self.drop_round()
         handles = [one["handle"] for one in others] or [state["handle"]]
         self.handle.load_state_dict(handles, on_world_change=on_world_change)
         self.point.load(state["point"])
-        self.outer.load_state_dict(dict(state["outer"]))
+        # Torch would go on with the very tensors of the state.
+        self.outer.load_state_dict(deepcopy(dict(state["outer"])))
         self._count_from(state)
-        self._round = None
         travelling = state["round"]
         if travelling:
             fragment = self.fragments[travelling["fragment"]]
@@ -333,20 +356,30 @@ class LocalRounds:
             )
 
 
+def tensors_in(state: Any) -> Iterator[Tensor]:
+    """All tensors of an optimizer's state, which may lie in lists and dictionaries."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        yield from chain.from_iterable(map(tensors_in, state.values()))
+    elif isinstance(state, list | tuple):
+        yield from chain.from_iterable(map(tensors_in, state))
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """What an optimizer keeps: so far, and of SGD also what comes with its first step."""
+    held = sum(value.nbytes for state in optimizer.state.values() for value in tensors_in(state))
+    to_come = sum(
+        parameter.nbytes
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if isinstance(optimizer, torch.optim.SGD)
+        and group["momentum"]
+        and parameter not in optimizer.state
+    )
+    return held + to_come
+
+
 def gather_marks(mine: Tensor) -> Program[Tensor]:
     (marks,) = yield (Gather(mine, "rounds", control_bytes=mine.nbytes),)
     return marks
-
-
-def plain_module(model: nn.Module) -> nn.Module:
-    """The model inside DDP, whose parameters have their own names."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _check_owned(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name, parameter in named.items() if id(parameter) not in owned]
-    if missing:
-        raise UsageError(
-            f"optimizer does not have {missing[0]!r}, which the model trains; it must have all of the model's parameters"
-        )

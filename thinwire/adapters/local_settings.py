@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,11 +18,8 @@ from thinwire.plan.policy import Rule
 from thinwire.validate import check_finite_number, check_positive_int
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-def published_outer() -> dict[str, Any]:
-    """Settings of the outer SGD as DiLoCo publishes them."""
-    return {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+NESTEROV: Mapping[str, Any] = MappingProxyType({"lr": 0.7, "momentum": 0.9, "nesterov": True})
+"""Settings of the outer SGD as DiLoCo publishes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,7 @@ class LocalSettings:
     """When rounds begin and end, and what they do. `LocalSteps` says what each means."""
 
     every: int
-    outer: Mapping[str, Any] | MakeOptimizer = field(default_factory=published_outer)
+    outer: Mapping[str, Any] | MakeOptimizer = field(default_factory=lambda: NESTEROV)
     fragments: int = 1
     delay: int = 0
     keep_local: float = 0.5
@@ -49,6 +47,10 @@ class LocalSettings:
         if not 0 <= self.keep_local < 1:
             raise UsageError(f"keep_local is {self.keep_local}; it must be from 0 to below 1")
         check_bucket_mb(self.bucket_mb)
+        if not callable(self.outer) and not isinstance(self.outer, Mapping):
+            raise UsageError(
+                f"outer is of type {type(self.outer).__name__}; it must be settings of torch.optim.SGD, or a function that makes an optimizer"
+            )
         shortest, delay = self.every // self.fragments, self.delay
         if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < shortest:
             raise UsageError(
@@ -67,9 +69,15 @@ class LocalSettings:
         return sum(0 < start <= inside for start in self.starts)
 
     def make_outer(self, point: Iterable[nn.Parameter]) -> Optimizer:
+        """The optimizer that steps these parameters."""
         if callable(self.outer):
             return self.outer(point)
-        return torch.optim.SGD(point, **self.outer)
+        try:
+            return torch.optim.SGD(point, **self.outer)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"outer is {dict(self.outer)}; torch.optim.SGD says: {error}"
+            ) from error
 
     def __str__(self) -> str:
         return (

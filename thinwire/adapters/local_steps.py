@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.adapters.checks import find_group
+from thinwire.adapters.common_point import forget_gathered
+from thinwire.adapters.local_checks import check_apart, check_local
 from thinwire.adapters.local_rounds import LocalRounds
-from thinwire.adapters.local_settings import LocalSettings, MakeOptimizer, published_outer
+from thinwire.adapters.local_settings import NESTEROV, LocalSettings, MakeOptimizer
+from thinwire.adapters.simulate_local import LocalSimulation
 from thinwire.engine.device_drivers import make_driver
 from thinwire.engine.loss_scale import scale_reader
 from thinwire.engine.moving import from_bytes, take_group, to_bytes
@@ -25,6 +28,7 @@ from thinwire.errors import ExchangeError, UsageError
 from thinwire.layout import local_part
 from thinwire.methods.base import Dense, Method
 from thinwire.plan.policy import Rule
+from thinwire.validate import check_instance
 
 
 class LocalSteps(LocalRounds):
@@ -32,13 +36,15 @@ class LocalSteps(LocalRounds):
 
     Parameters and buffers are broadcast from rank 0 of the group at construction. A round in which some worker has a
     parameter that is not finite delivers nothing: all workers go back to the last common point, and that round is lost.
+    What is trained stays the same: to freeze, unfreeze or add parameters `finish()` and `close()`, and begin again.
 
     Workers wait for each other at the end of every round, so each has to take its steps. One that ends before the others calls
     `finish()`; steps that a GradScaler skips count if it is given.
 
     Args:
         model: A plain model, DDP over the fast links of a node, or FSDP2 shards over them.
-        optimizer: The inner optimizer, any.
+        optimizer: The inner optimizer, any. Several where the parameters are divided among them, as with Muon and AdamW: a step
+            is counted when the last of them has stepped.
         method: How pseudo-gradients are sent, such as tw.Quantized(bits=4); whole unless given.
         every: Inner steps from one round of a parameter to its next.
         outer: Settings of the outer torch.optim.SGD, or a function that makes an optimizer of the common point's
@@ -63,11 +69,11 @@ class LocalSteps(LocalRounds):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         method: Method | None = None,
         *,
         every: int,
-        outer: Mapping[str, Any] | MakeOptimizer | None = None,
+        outer: Mapping[str, Any] | MakeOptimizer = NESTEROV,
         fragments: int = 1,
         delay: int = 0,
         keep_local: float = 0.5,
@@ -81,7 +87,7 @@ class LocalSteps(LocalRounds):
     ) -> None:
         settings = LocalSettings(
             every=every,
-            outer=published_outer() if outer is None else outer,
+            outer=outer,
             fragments=fragments,
             delay=delay,
             keep_local=keep_local,
@@ -90,6 +96,10 @@ class LocalSteps(LocalRounds):
             point_device=point_device,
             bucket_mb=bucket_mb,
         )
+        method = method or Dense()
+        check_instance("model", model, nn.Module, "a torch.nn.Module")
+        forget_gathered(model)
+        check_local(model, optimizer, method, settings)
         scale_reader(grad_scaler)
         group = find_group(process_group)
         if inside_group is not None and process_group is None:
@@ -97,19 +107,19 @@ class LocalSteps(LocalRounds):
                 "inside_group is given and process_group is not; it must be the ranks of other nodes that this one "
                 "exchanges with"
             )
+        check_apart(model, group)
         self._group = group
-        self._model = model
         share_from_first(model.state_dict().values(), group, inside_group)
         super().__init__(
             model,
             optimizer,
-            method or Dense(),
+            method,
             lambda device: make_driver(group, device),
             settings,
             inside_group,
         )
         self.handle.movable(take_group)
-        hook = optimizer.register_step_post_hook(lambda *_: self.advance())
+        hook = self.optimizers[-1].register_step_post_hook(lambda *_: self.advance())
         self._stop_counting = [hook.remove]
         if grad_scaler is not None:
             self._stop_counting.append(self._count_skipped(grad_scaler))
@@ -121,7 +131,7 @@ class LocalSteps(LocalRounds):
         def step_and_count(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             before = self.steps
             result = step(optimizer, *args, **kwargs)
-            if optimizer is self.optimizer and self.steps == before and not self.handle.closed:
+            if optimizer is self.optimizers[-1] and self.steps == before and not self.handle.closed:
                 self.advance()
             return result
 
@@ -140,9 +150,32 @@ class LocalSteps(LocalRounds):
         different numbers of steps: who comes first takes part in the rounds of the others until they come. What was not
         exchanged yet is averaged, without the outer optimizer.
         """
+        forget_gathered(self._module)
         for _ in self.last_rounds():
             pass
-        share_from_first(self._model.buffers(), self._group, self._inside)
+        share_from_first(self._module.buffers(), self._group, self._inside)
+
+    @staticmethod
+    def simulate(
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer | Sequence[Optimizer]],
+        method: Method | None = None,
+        **settings: Any,
+    ) -> LocalSimulation:
+        """Local steps of as many workers as there are models, in this process.
+
+        Args:
+            models: One per worker, all of one kind. All get the parameters of the first.
+            optimizers: One per worker, or several.
+            method: How pseudo-gradients are sent; whole unless given.
+            settings: Those of `tw.LocalSteps`.
+
+        >>> sim = tw.LocalSteps.simulate(models, optimizers, tw.Quantized(bits=4), every=32)
+        >>> for model, optimizer, batch in zip(models, optimizers, batches):
+        ...     model(batch).backward(), optimizer.step(), optimizer.zero_grad()
+        >>> sim.step()
+        """
+        return LocalSimulation(models, optimizers, method, **settings)
 
     def close(self) -> None:
         """Finish the round under way, and take no further part. Parameters stay where they are: `finish()` first."""
@@ -159,12 +192,13 @@ class LocalSteps(LocalRounds):
         Every rank of the new group calls it, between two inner steps. A round under way is finished, or counts for nothing if one
         of the old ranks is lost. A rank that is new makes its LocalSteps in the new group instead, and then calls `join()`.
         """
+        forget_gathered(self._module)
         try:
             self.finish_now()
         except ExchangeError:
             self.drop_round()
         # Newcomers take part in a broadcast when they are made. What these ranks have stays.
-        own = [value for value in self._model.state_dict().values() if isinstance(value, Tensor)]
+        own = [value for value in self._module.state_dict().values() if isinstance(value, Tensor)]
         share_from_first((local_part(value).clone() for value in own), process_group)
         self.handle.regroup(process_group)
         self._group = process_group
@@ -177,6 +211,7 @@ class LocalSteps(LocalRounds):
         It takes over the common point, the outer optimizer's state, buffers, counters and what was learned. It holds nothing back,
         and its inner optimizer is as it was made.
         """
+        forget_gathered(self._module)
         self.handle.join()
         self._catch_up(new=True)
 
@@ -193,7 +228,7 @@ class LocalSteps(LocalRounds):
         own = to_bytes({**self._counters(), "outer": self.outer.state_dict()})
         received = from_bytes(driver.broadcast(own, source))
         self.point.share(root, self._group)
-        for buffer in self._model.buffers():
+        for buffer in self._module.buffers():
             broadcast_into(buffer if behind else buffer.clone(), root, self._group)
         if behind:
             self._count_from(received)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from thinwire.adapters.local_checks import check_local
 from thinwire.adapters.local_rounds import LocalRounds
 from thinwire.adapters.local_settings import LocalSettings
 from thinwire.engine.drivers import Driver
@@ -18,20 +19,15 @@ from thinwire.methods.base import Dense, Method
 
 
 class LocalSimulation:
-    """As many workers as there are models, each with an optimizer of its own; `step` after every inner step of all of them.
+    """As many workers as there are models, each with an optimizer of its own; `tw.LocalSteps.simulate` makes it.
 
-    All models get the parameters of the first. `settings` are those of `tw.LocalSteps`.
-
-    >>> sim = tw.simulate_local(models, optimizers, tw.Quantized(bits=4), every=32)
-    >>> for model, optimizer, batch in zip(models, optimizers, batches):
-    ...     model(batch).backward(), optimizer.step(), optimizer.zero_grad()
-    >>> sim.step()
+    `step` comes after every inner step of all of them, `finish` at the end.
     """
 
     def __init__(
         self,
         models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
+        optimizers: Sequence[Optimizer | Sequence[Optimizer]],
         method: Method | None = None,
         **settings: Any,
     ) -> None:
@@ -39,9 +35,11 @@ class LocalSimulation:
             raise UsageError(
                 f"there are {len(models)} models and {len(optimizers)} optimizers; every worker needs one of each"
             )
+        local = LocalSettings(**settings)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            check_local(model, optimizer, method or Dense(), local)
         for model in models[1:]:
             model.load_state_dict(models[0].state_dict())
-        local = LocalSettings(**settings)
         self._cluster = VirtualCluster(len(models))
         self.workers = [
             LocalRounds(model, optimizer, method or Dense(), _given(driver), local)
@@ -74,20 +72,3 @@ class LocalSimulation:
 
 def _given(driver: Driver) -> Callable[[torch.device], Driver]:
     return lambda device: driver
-
-
-def simulate_local(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    method: Method | None = None,
-    **settings: Any,
-) -> LocalSimulation:
-    """Local steps of as many workers as there are models, in this process.
-
-    Args:
-        models: One per worker, all of one kind.
-        optimizers: One per worker.
-        method: How pseudo-gradients are sent; whole unless given.
-        settings: Those of `tw.LocalSteps`.
-    """
-    return LocalSimulation(models, optimizers, method, **settings)

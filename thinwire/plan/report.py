@@ -67,7 +67,11 @@ class PlanReport:
                 f"what was sent is kept for a step: {self.kept_bytes / 1e6:.1f} MB "
                 f"({self.kept_bytes / max(1, compressed):.3g} bytes per compressed element)"
             )
-        sentences += [f"{what} takes {nbytes / 1e6:.1f} MB" for what, nbytes in self.beside.items()]
+        for what, nbytes in self.beside.items():
+            sentences.append(f"{what} takes {_amount(nbytes, total)}")
+        if self.beside:
+            kept = self.memory_bytes + self.spare_bytes + self.kept_bytes
+            sentences.append(f"all of it takes {_amount(kept + sum(self.beside.values()), total)}")
         return sentences + self._workers()
 
     def _workers(self) -> list[str]:
@@ -88,3 +92,7 @@ def shorten(names: Sequence[str], shown: int = 2) -> str:
     more = len(names) - shown
     *first, last = [*names[:shown], f"{more} more"] if more > 0 else names
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def _amount(nbytes: int, elements: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB ({nbytes / max(1, elements):.3g} bytes per element)"
