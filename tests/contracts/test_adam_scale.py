@@ -170,6 +170,23 @@ def test_no_quantised_update_is_above_the_limit(name: str) -> None:
         assert 0.05 < (updates[tensor] / divisor).abs().max() <= 0.5 * 1.01
 
 
+@pytest.mark.parametrize("sum_bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [1, 2])
+def test_owners_too_send_no_more_than_the_limit(bits: int, sum_bits: int) -> None:
+    """Where sums have more bits than what is sent. One rank alone has gradients, for blocks of its own and of others."""
+    method = tw.Quantized(bits=bits, sum_bits=sum_bits, dense_fallback=False)
+    cluster = seeded(method, MEMORIES["limited"])
+    for step in range(3):
+        gradients = cluster.random(step, factor=10.0)
+        for rank in range(1, WORLD):
+            for gradient in gradients[rank].values():
+                gradient.zero_()
+        updates = cluster.step(gradients)[0]
+    for tensor in COMPRESSED:
+        divisor = held(cluster, 0, "second_moment")[tensor].sqrt() + 1e-8
+        assert 0.1 < (WORLD * updates[tensor] / divisor).abs().max() <= 0.5 * 1.01
+
+
 @pytest.mark.parametrize("bad", ["gradient", "discarded"])
 @pytest.mark.parametrize("kind", MEMORIES)
 @pytest.mark.parametrize("method", list(ALL.values())[::3], ids=list(ALL)[::3])

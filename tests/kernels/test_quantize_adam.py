@@ -125,14 +125,20 @@ def test_bad_and_discarded_steps_and_slots_without_a_gradient(kernels, case):
     compare(kernels, scaled(bits, memory), steps=5, **options)
 
 
+@pytest.mark.parametrize("case", mostly_slow((False, True), lambda case: case), ids=str)
+def test_an_owner_with_a_limit_in_bad_and_discarded_steps(kernels, case):
+    options = {"change": spoiled, "discard": (3,), "restorable": case}
+    compare(kernels, scaled(1, sum_bits=4), steps=5, world=3, **options)
+
+
 @pytest.mark.parametrize("storage", ["fp32", "bf16"])
 @pytest.mark.parametrize("bits", [1, 2])
 def test_what_overflows(kernels, bits, storage):
     compare_overflows(kernels, scaled(bits, "limited", storage=storage), ScaledKernelRoute)
 
 
-@pytest.mark.parametrize("bits", [1, 4])
-def test_codes_that_overflow_in_the_scale(kernels, bits):
+@pytest.mark.parametrize(("bits", "sum_bits"), [(1, 1), (1, 4), (4, 4)])
+def test_codes_that_overflow_in_the_scale(kernels, bits, sum_bits):
     """c is finite, and what was sent of it is not: nothing of that returns to memory."""
 
     def change(count, gradients):
@@ -140,7 +146,8 @@ def test_codes_that_overflow_in_the_scale(kernels, bits):
             for name, gradient in one.items():
                 one[name] = torch.where(gradient.abs() > 1, 3e38 * gradient.sign(), gradient)
 
-    compare(kernels, scaled(bits, "frozen"), steps=4, change=change, told=False)
+    method = scaled(bits, "frozen", sum_bits=sum_bits)
+    compare(kernels, method, steps=4, change=change, told=False)
 
 
 @pytest.mark.parametrize("memory", ["limited", "refreshed, limited"])

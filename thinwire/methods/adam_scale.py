@@ -78,7 +78,8 @@ class AdamScale(Method):
     divisor: str | Refresh = FROZEN
     """"frozen" keeps it as the dense start left it; tw.memory.Refresh(every=50) learns on."""
     limit: float | None = None
-    """The most that a worker sends of an element, in units of its divisor; the rest waits. A refreshed divisor wants one."""
+    """The most that a worker sends of an element, in units of its divisor; the rest waits. A refreshed divisor wants one. Where
+    quantised sums have no more bits than what is sent, an owner's own part is cut with the sum only."""
     floor: float = 0.0
     """The least second moment of an element, as a share of the mean over its tensor; limits the steps of entries that had no
     gradient in the dense start, as those of rare words."""

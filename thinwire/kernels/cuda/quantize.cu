@@ -226,7 +226,7 @@ extern "C" __global__ __launch_bounds__(PIECE_THREADS) void quantize_sum(
             float values[EACH];
             if (from == rank) {
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) values[i] = scale.divide(c[a][i], divisors[a][i]);
+                for (int i = 0; i < EACH; ++i) values[i] = scale.own_part(c[a][i], divisors[a][i]);
             } else {
                 SentCode::decode_block(row, form, piece.block + at / BLOCK, values);
             }
@@ -251,8 +251,10 @@ extern "C" __global__ __launch_bounds__(PIECE_THREADS) void quantize_sum(
             piece.block + at / BLOCK, values);
 #if KEEPS
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
-            values[i] = known ? scale.multiply(__fsub_rn(total[a][i], values[i]), divisors[a][i]) : c[a][i];
+        for (int i = 0; i < EACH; ++i) {
+            const float left = scale.multiply(__fsub_rn(total[a][i], values[i]), divisors[a][i]);
+            values[i] = known ? scale.with_refused(left, c[a][i], divisors[a][i]) : c[a][i];
+        }
         store_floats(memory + piece.memory + at + EACH * lane, true, room, values);
 #endif
     }
