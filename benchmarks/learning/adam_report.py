@@ -28,6 +28,8 @@ NAMES = {
     "bit1-adam-refresh-sums8": "`AdamScale`, 1 bit, sums in 8, refreshed",
 }
 """In the order of the table; a method that is missing here comes last under its own name."""
+USUAL_START = 5
+"""Per cent of dense steps at the beginning; others are named."""
 LEFT_OUT = ("bit1-adam-refresh-block32",)
 """In the picture it would cover its neighbour."""
 HIGHEST = 1.45
@@ -35,9 +37,10 @@ HIGHEST = 1.45
 
 
 class Line(NamedTuple):
-    """One method at the rate that suits it best."""
+    """One method after one dense start, at the rate that suits it best."""
 
     method: str
+    start: int
     lr: float
     losses: tuple[float, ...]
     bits: float
@@ -50,21 +53,27 @@ class Line(NamedTuple):
     def spread(self) -> float:
         return max(self.losses) - min(self.losses)
 
+    @property
+    def name(self) -> str:
+        later = "" if self.start == USUAL_START else f", {self.start} % dense"
+        return NAMES.get(self.method, self.method) + later
+
 
 def read_lines(rows: Sequence[dict[str, Any]]) -> list[Line]:
     """Of every method the rate with the lowest mean loss; every seed counts once."""
-    found: dict[str, dict[float, list[dict[str, Any]]]] = {}
+    found: dict[tuple[str, int], dict[float, list[dict[str, Any]]]] = {}
     for row in rows:
-        found.setdefault(row["method"], {}).setdefault(row["lr"], []).append(row)
+        by_rate = found.setdefault((row["method"], row["start"]), {})
+        by_rate.setdefault(row["lr"], []).append(row)
     lines = []
-    for method, by_rate in found.items():
+    for (method, start), by_rate in found.items():
         candidates = [
-            Line(method, lr, tuple(row["valid_loss"] for row in group), group[0]["bits"])
+            Line(method, start, lr, tuple(row["valid_loss"] for row in group), group[0]["bits"])
             for lr, group in by_rate.items()
         ]
         lines.append(min(candidates, key=lambda line: line.mean))
     places = {name: place for place, name in enumerate(NAMES)}
-    return sorted(lines, key=lambda line: places.get(line.method, len(places)))
+    return sorted(lines, key=lambda line: (places.get(line.method, len(places)), line.start))
 
 
 def make_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -78,7 +87,7 @@ def make_table(rows: Sequence[dict[str, Any]]) -> str:
         spread = f" (seeds differ by {line.spread:.4f})" if len(line.losses) > 1 else ""
         against = "" if line is dense else f"{100 * (line.mean / dense.mean - 1):+.1f} %"
         table.append(
-            f"| {NAMES.get(line.method, line.method)} | {line.bits:.3g} | {len(line.losses)} "
+            f"| {line.name} | {line.bits:.3g} | {len(line.losses)} "
             f"| {line.mean:.4f}{spread} | {against} |"
         )
     return "\n".join(table) + "\n"
@@ -100,7 +109,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         below, above = line.mean - min(line.losses), max(line.losses) - line.mean
         axes.errorbar(line.bits, line.mean, yerr=[[below], [above]], fmt="o", capsize=3, color="C0")
         axes.annotate(
-            NAMES.get(line.method, line.method).replace("`", ""),
+            line.name.replace("`", ""),
             (line.bits, line.mean),
             xytext=(6, 4),
             textcoords="offset points",
