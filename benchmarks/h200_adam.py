@@ -3,6 +3,7 @@
     python3 benchmarks/h200_adam.py --out out                                   # five methods, one seed, one rate
     python3 benchmarks/h200_adam.py --out out --lrs 5e-4,1e-3,2e-3              # rates, for dense and the others alike
     python3 benchmarks/h200_adam.py --out out --methods dense,bit1-adam-refresh --seeds 0,1,2
+    python3 benchmarks/h200_adam.py --out out --methods topk1-adam,topk1-adam@10     # the second after a dense start of 10 %
     python3 benchmarks/h200_adam.py --out out --methods dense,diloco-32,sparseloco-32 --layers 8 --width 512 --batch 2 --steps 5120 --narrow
     python3 benchmarks/h200_adam.py --out out --device cpu --tiny --data-dir DIR
 
@@ -38,6 +39,8 @@ from thinwire.tools.provenance import describe_origin  # noqa: E402
 USUAL = "dense,int4,topk1,topk1-adam,bit1-adam-refresh"
 MARGIN_S = 20.0
 """Left at the end for putting cells aside."""
+SEATS = max(2, (os.cpu_count() or 1) - 4)
+"""A cell's step is as much the work of a core as of the GPU, which is idle between the steps of few cells."""
 TINY = {"layers": 2, "width": 64, "context": 64, "batch": 4, "workers": 4}
 
 
@@ -45,7 +48,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "out"))
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--methods", default=USUAL, help=f"with commas; of {', '.join(METHODS)}")
+    names = f"with commas, each with @START where it begins otherwise; of {', '.join(METHODS)}"
+    parser.add_argument("--methods", default=USUAL, help=names)
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--lrs", default="1e-3")
     parser.add_argument("--steps", type=int, default=1500)
@@ -56,14 +60,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences of a worker and step")
     parser.add_argument("--narrow", action="store_true", help="products in bf16")
     parser.add_argument("--minutes", type=float, default=9.4)
-    parser.add_argument("--seats", type=int, default=5, help="cells at once")
+    parser.add_argument("--seats", type=int, default=SEATS, help="cells at once")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     parser.add_argument("--commit", help="for the rows, where this is no checkout")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    unknown = [name for name in options.methods.split(",") if name not in METHODS]
+    named = [name.partition("@")[0] for name in options.methods.split(",")]
+    unknown = [name for name in named if name not in METHODS]
     if unknown:
         parser.error(f"--methods names {unknown[0]!r}; there are {', '.join(METHODS)}")
     return options
@@ -73,11 +78,11 @@ def list_cells(options: argparse.Namespace) -> list[Cell]:
     """The most important first: all methods at one rate and seed."""
     cells = [
         Cell(
-            method=method,
+            method=name.partition("@")[0],
             seed=int(seed),
             lr=float(lr),
             steps=options.steps,
-            start=options.start,
+            start=int(name.partition("@")[2] or options.start),
             workers=options.workers,
             layers=options.layers,
             width=options.width,
@@ -86,7 +91,7 @@ def list_cells(options: argparse.Namespace) -> list[Cell]:
         )
         for seed in options.seeds.split(",")
         for lr in options.lrs.split(",")
-        for method in options.methods.split(",")
+        for name in options.methods.split(",")
     ]
     return [replace(cell, **TINY) for cell in cells] if options.tiny else cells
 

@@ -126,7 +126,7 @@ def test_bad_and_discarded_steps_and_slots_without_a_gradient(kernels, case):
 
 
 @pytest.mark.parametrize("case", mostly_slow((False, True), lambda case: case), ids=str)
-def test_an_owners_own_codes_in_bad_and_discarded_steps(kernels, case):
+def test_an_owner_with_a_limit_in_bad_and_discarded_steps(kernels, case):
     options = {"change": spoiled, "discard": (3,), "restorable": case}
     compare(kernels, scaled(1, sum_bits=4), steps=5, world=3, **options)
 

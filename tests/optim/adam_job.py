@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -88,3 +89,53 @@ def check_close(ours: list[list[Tensor]], theirs: list[list[Tensor]], bound: flo
     for mine, other in zip(ours, theirs, strict=True):
         for a, b in zip(mine, other, strict=True):
             assert float((a - b).abs().max()) <= bound * 0.05
+
+
+class Rule(Protocol):
+    """One compressed parameter in plain torch."""
+
+    def step(self, gradients: list[Tensor]) -> Tensor:
+        """The mean of what the workers send, in units of the divisor."""
+
+
+def train_by_rule(
+    steps: int, take_over: Callable[[str, Tensor, Tensor], Rule]
+) -> list[list[Tensor]]:
+    """AdamW; matrices go by a rule behind START steps, which begins from (name, v with its bias corrected, momentum)."""
+    lr, decay, eps = 0.05, SETTINGS["weight_decay"], SETTINGS["eps"]
+    beta1, beta2 = SETTINGS["betas"]
+    model = make_model()
+    named = dict(model.named_parameters())
+    m = {name: torch.zeros_like(p) for name, p in named.items()}
+    v = {name: torch.zeros_like(p) for name, p in named.items()}
+    rules: dict[str, Rule] = {}
+    seen = []
+    for t in range(1, steps + 1):
+        of_workers = [
+            torch.autograd.grad(compute(model)(*batch), list(named.values()))
+            for batch in batches(t - 1)
+        ]
+        for i, (name, p) in enumerate(named.items()):
+            gradients = [one[i] for one in of_workers]
+            with torch.no_grad():
+                p -= lr * decay * p
+                if name in rules:
+                    p -= lr / (1 - beta1**t) * rules[name].step(gradients)
+                    continue
+                mean = sum(gradients) / WORKERS
+                m[name] = beta1 * m[name] + (1 - beta1) * mean
+                v[name] = beta2 * v[name] + (1 - beta2) * mean**2
+                corrected = v[name] / (1 - beta2**t)
+                p -= lr / (1 - beta1**t) * m[name] / (corrected.sqrt() + eps)
+                if t == START and p.dim() == 2:
+                    rules[name] = take_over(name, corrected, m[name].clone())
+        seen.append([p.detach().clone() for p in named.values()])
+    return seen
+
+
+def refreshed(v: Tensor, mean: Tensor, steps: int, number: int) -> Tensor:
+    """v, its bias corrected, after as many of AdamW's steps with this mean; the refresh of that number, counted from 0."""
+    beta2 = SETTINGS["betas"][1]
+    learned = START + number * steps
+    biased = beta2**steps * v * (1 - beta2**learned) + (1 - beta2**steps) * mean**2
+    return biased / (1 - beta2 ** (learned + steps))

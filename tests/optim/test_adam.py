@@ -233,7 +233,7 @@ def test_a_cycled_momentum_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [tw.PowerSGD(), tw.OkTopK(), tw.GTopK(), tw.SignSGD()], ids=lambda m: type(m).__name__
+    "method", [tw.OkTopK(), tw.GTopK(), tw.SignSGD()], ids=lambda m: type(m).__name__
 )
 def test_methods_that_compare_ranks_or_choose_nothing_are_refused(method: tw.Method) -> None:
     with pytest.raises(UsageError, match="scale"):

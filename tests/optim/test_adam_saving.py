@@ -39,6 +39,9 @@ COMBINATIONS = {
     "1 bit, refreshed, limited": in_scale(
         tw.Quantized(bits=1, dense_fallback=False), divisor=tw.memory.Refresh(every=2), limit=3.0
     ),
+    "low rank, refreshed": in_scale(
+        tw.PowerSGD(rank=2, dense_fallback=False), divisor=tw.memory.Refresh(every=2)
+    ),
     "2 bits, frozen": in_scale(tw.Quantized(bits=2, dense_fallback=False)),
     "all-dimension, floor": in_scale(tw.ADTopK(density=0.25, dense_fallback=False), floor=0.1),
     "sampled, bf16": in_scale(

@@ -13,6 +13,7 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = {"steps": 6, "start": 30, "workers": 2, "layers": 1, "width": 64, "context": 16, "batch": 2}
 FOREVER = float("inf")
+METHOD = "bit1-adam-refresh"
 
 
 @pytest.fixture
@@ -106,10 +107,10 @@ def test_a_sitting_writes_rows_and_does_not_train_them_again(texts: Path, tmp_pa
     out = tmp_path / "out"
     command = [sys.executable, str(BENCHMARKS / "h200_adam.py"), "--device", "cpu", "--tiny"]
     command += ["--data-dir", str(texts), "--out", str(out), "--steps", "2"]
-    command += ["--methods", "dense,bit1-adam-refresh"]
+    command += ["--methods", f"dense,{METHOD}@50"]
     for expected in ("2 of 2", "0 of 2"):
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
         assert f"{expected} cells have no row yet" in done.stdout
     rows = json.loads((out / "rows.json").read_text())
-    assert [row["seed"] for row in rows] == [0, 0]
-    assert "bit1-adam-refresh" in (out / "summary.txt").read_text()
+    assert {(row["method"], row["start"]) for row in rows} == {("dense", 5), (METHOD, 50)}
+    assert METHOD in (out / "summary.txt").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import cast
 
 import torch
@@ -56,8 +57,9 @@ class GradientStack:
         """Every worker's gradients at once, in place of what it had: by name, [workers, *shape]."""
         layout = self.buckets[0].layout
         given = [gradients[slot.name].unbind(0) for slot in layout.slots]
-        for rank, filled in enumerate(self._filled):
-            torch._foreach_copy_(self._views[rank], [workers[rank] for workers in given])
+        # All at once: an operation for each worker costs the host more than the copies cost a GPU.
+        torch._foreach_copy_(list(chain(*self._views)), list(chain(*zip(*given, strict=True))))
+        for filled in self._filled:
             filled.update(range(len(given)))
 
     def drop(self) -> None:

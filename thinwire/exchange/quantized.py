@@ -63,9 +63,9 @@ class QuantizedSum:
         self.quantizer = quantizer
         self.sum_quantizer = sum_quantizer or quantizer
         """Of what owners send to all."""
-        self.codes_own = self.sum_quantizer.bits > quantizer.bits
-        """Whether an owner's own part is quantised too, in the scale of an optimizer. Where sums have no more bits, what is left of
-        them is as large as what all ranks send together, and a code for one rank's part would let it out slowly."""
+        self.cuts_own = self.sum_quantizer.bits > quantizer.bits
+        """Whether a limit goes for an owner's own part, too. Where sums have no more bits than what is sent, what is left of them lies
+        there as well, as large as what all ranks send together, and one rank's limit would let it out slowly."""
         self.stochastic = stochastic
         self.place = place
         self.per_host = per_host
@@ -127,7 +127,7 @@ class QuantizedSum:
 
         With a `divisor` (positive, the same on all ranks, in the group's layout) c / divisor is quantised. With a `limit`, in
         these units, what a rank sends of an element is cut to it, and what an owner adds up to as many times the limit as there
-        are ranks; the rest stays as well. An owner's own part is cut by itself where it is quantised, see `codes_own`.
+        are ranks; the rest stays as well. Of an owner's own part see `cuts_own`.
         """
         c = account.c
         self._count(counts)
@@ -150,10 +150,14 @@ class QuantizedSum:
         arrived = yield from self.deal_out(self.offer.write(words, sent.coded))
         raised, coded = self.offer.read(arrived)
         used, bad = raised[:-1], raised[-1]
+        own, refused = blocks[self.peer], None
         own_divisor = None if by_team is None else by_team[self.peer]
-        codes_own = own_divisor is not None and self.codes_own
-        own = blocks[self.peer] if own_divisor is None else blocks[self.peer] / own_divisor
-        total = self._add_up(coded, None if codes_own else own)
+        if own_divisor is not None:
+            own = own / own_divisor
+            if self.cuts_own:
+                own = own if limit is None else own.clamp(-limit, limit)
+                refused = blocks[self.peer] - own * own_divisor
+        total = self._add_up(coded, own)
         overflow = ~total.isfinite().all()
         drop_if_bad(total, overflow)
         known = used[self._slots]
@@ -163,8 +167,8 @@ class QuantizedSum:
         kept = total - self.sum_quantizer.decode(final)
         if own_divisor is not None:
             kept = kept * own_divisor
-        if codes_own:
-            kept += own_left
+        if refused is not None:
+            kept += refused
         sent.settle_used(c, known, kept)
         message = self.sums.write(overflow[None], Coded(*(part[None] for part in final)))
         gathered = yield from self.gather(message.view(-1))
@@ -266,8 +270,8 @@ class QuantizedSum:
         seeds = scramble(self._seeds + self._steps * -1640531527 + stream * 40503)
         return draw(seeds[slots], places, self.owned.size)
 
-    def _add_up(self, coded: Coded, own: Tensor | None) -> Tensor:
-        """In rank order; this rank's own blocks as they are given, or by their codes."""
+    def _add_up(self, coded: Coded, own: Tensor) -> Tensor:
+        """In rank order, this rank's own blocks as they are given."""
         rows = list(self.quantizer.decode(coded).unbind(0))
         if own is not None:
             rows[self.peer] = own

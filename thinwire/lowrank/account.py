@@ -31,10 +31,20 @@ class Sent:
     """Where the bases rest."""
     replaced: Tensor | None = None
     """The bases they took the place of."""
+    divisor: Tensor | None = None
+    """Flat as memory is: what was divided by before the products; None = nothing."""
 
     def add_to(self, flat: Tensor, good: Tensor, alpha: int) -> None:
         """Add alpha x the products of the elements whose flag is up to the matrices in `flat`."""
         kept = torch.where(good, self.factors, 0.0)
+        if self.divisor is not None:
+            products = torch.zeros_like(flat)
+            self._add_products(products, kept, 1)
+            flat.add_(products.mul_(self.divisor), alpha=alpha)
+        else:
+            self._add_products(flat, kept, alpha)
+
+    def _add_products(self, flat: Tensor, kept: Tensor, alpha: int) -> None:
         with exact_products(flat.device):
             for batch, side, factor, basis in zip(
                 self.layout.batches,
@@ -72,7 +82,11 @@ class LowRankAccount(Account):
     stay what they were. The same holds for parameters that no rank had a gradient for.
     """
 
-    sent: Sent | None = None
+    def __init__(self, c: Tensor, held: Account | None = None) -> None:
+        """With the account of what c was made from, if the verdict is to reach that too."""
+        super().__init__(c)
+        self.sent: Sent | None = None
+        self._held = held
 
     def settle(self, bad: Tensor) -> None:
         if self.sent is None:
@@ -83,6 +97,8 @@ class LowRankAccount(Account):
             self._verdict = bad
         else:
             super().settle(bad)
+        if self._held is not None:
+            self._held.settle(bad)
 
     def accepted(self) -> Tensor:
         return torch.zeros_like(self.c) if self.sent is None else self.sent.accepted(self.c)

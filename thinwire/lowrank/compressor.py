@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.base import Compressor, GroupPlan, GroupStep, Opened, Route, Terms
+from thinwire.compress.refresh import MeanGradient
 from thinwire.exchange.base import Outcome
 from thinwire.exchange.requests import Place, Program
 from thinwire.kernels.inspection import inspect
@@ -25,6 +26,8 @@ from thinwire.lowrank.matrices import Matrices, matrices_of
 from thinwire.lowrank.memory import LowRankMemory
 from thinwire.lowrank.products import Products, TorchProducts
 from thinwire.lowrank.summing import FactorSum
+from thinwire.memory.base import SCALED, MemoryState
+from thinwire.wire.codec import Flags
 
 
 class Table:
@@ -69,11 +72,14 @@ class LowRankCompressor(Compressor):
     sides: tuple[str, ...] = ()
     """Which bases survive a step."""
 
-    def __init__(self, rank: int, wire: str, per_host: int | None) -> None:
+    def __init__(
+        self, rank: int, wire: str, per_host: int | None, memory: MemoryState | None = None
+    ) -> None:
+        """`memory` is what holds back; None = a residual."""
         self.rank = rank
         self.wire = wire
         self.per_host = per_host
-        self.memory: LowRankMemory = LowRankMemory(rank)
+        self.memory: LowRankMemory = LowRankMemory(rank, memory)
         self._infos: dict[str, ParameterInfo] = {}
         self._device = torch.device("cpu")
 
@@ -137,12 +143,19 @@ class LowRankPlan(GroupPlan):
 
     def begin(self, counts: Sequence[int]) -> Hashable:
         mode = self._compressor.mode
-        return tuple(mode(*pair) for pair in zip(self._names, counts, strict=True))
+        modes = tuple(mode(*pair) for pair in zip(self._names, counts, strict=True))
+        return modes, self._compressor.memory.due(self._names, counts)
 
     def route(self, modes: Hashable) -> Route:
         assert isinstance(modes, tuple)
-        terms, compressor = self._terms, self._compressor
-        table = self._table(modes, one_by_one=False)
+        sides: tuple[Hashable, ...]
+        sides, refresh = modes
+        terms, compressor, memory = self._terms, self._compressor, self._compressor.memory
+        if memory.setting.form == SCALED:
+            mean_gradient = MeanGradient(self.group, terms.place, memory, refresh)
+            table = self._table(sides, one_by_one=terms.deterministic)
+            return ScaledLowRankRoute(compressor, self.group, table, terms, mean_gradient)
+        table = self._table(sides, one_by_one=False)
         objection = "the kernels do not renew subspaces"
         if not compressor.renews(table):
             found = reason_against(table.batches, self.group, compressor.rank, terms)
@@ -150,10 +163,10 @@ class LowRankPlan(GroupPlan):
                 return KernelLowRankRoute(compressor, self.group, table, terms)
             objection = found
         # Torch rounds a batched product differently when other matrices share the batch. The kernels never do.
-        table = self._table(modes, one_by_one=True) if terms.deterministic else table
+        table = self._table(sides, one_by_one=True) if terms.deterministic else table
         return TorchLowRankRoute(compressor, self.group, table, terms, objection)
 
-    def _table(self, modes: tuple[Hashable, ...], *, one_by_one: bool) -> Table:
+    def _table(self, modes: Sequence[Hashable], *, one_by_one: bool) -> Table:
         shapes = [_matrices(slot) for slot in self.group.slots]
         batches = make_batches(self.group, shapes, self._compressor.rank, modes, one_by_one)
         values = self._compressor.values
@@ -173,18 +186,24 @@ class LowRankRoute(Route):
         super().__init__(group, sent, table.entries)
         self._names = [slot.name for slot in group.slots]
 
+    def step_of(self, products: Products, step: GroupStep) -> LowRankStep:
+        counts = dict(zip(self._names, step.counts, strict=True))
+        return LowRankStep(self.table, products, self.sum, counts)
+
+
+class PlainLowRankRoute(LowRankRoute):
+    """What is factorised is c itself."""
+
     @abstractmethod
     def products(self, step: GroupStep) -> Products:
         """Take the gradient into memory, ready to be multiplied."""
 
     def open(self, step: GroupStep) -> Opened:
         products = self.products(step)
-        counts = dict(zip(self._names, step.counts, strict=True))
-        now = LowRankStep(self.table, products, self.sum, counts)
-        return Opened(self.compressor.run(now), products.account)
+        return Opened(self.compressor.run(self.step_of(products, step)), products.account)
 
 
-class TorchLowRankRoute(LowRankRoute):
+class TorchLowRankRoute(PlainLowRankRoute):
     def __init__(
         self,
         compressor: LowRankCompressor,
@@ -203,7 +222,42 @@ class TorchLowRankRoute(LowRankRoute):
         return TorchProducts(LowRankAccount(c), self.memory, slots, world, flags)
 
 
-class KernelLowRankRoute(LowRankRoute):
+class ScaledLowRankRoute(LowRankRoute):
+    """In an optimizer's scale: what is factorised is c / divisor."""
+
+    objection = "the kernels do not divide matrices by a second moment"
+
+    def __init__(
+        self,
+        compressor: LowRankCompressor,
+        group: Group,
+        table: Table,
+        terms: Terms,
+        mean_gradient: MeanGradient,
+    ) -> None:
+        super().__init__(compressor, group, table, terms)
+        self.mean_gradient = mean_gradient
+        self.slot_bytes = mean_gradient.add_bytes(self.slot_bytes)
+
+    def open(self, step: GroupStep) -> Opened:
+        flags, gradients = inspect(self.group, step.bucket_flat)
+        held = self.memory.compensate(self.group, gradients, step.scale)
+        account = LowRankAccount(held.c, held)
+        return Opened(self._run(account, flags, gradients, step), account)
+
+    def _run(
+        self, account: LowRankAccount, flags: Flags, gradients: Sequence[Tensor], step: GroupStep
+    ) -> Program[Outcome]:
+        flags = yield from self.mean_gradient.run(gradients, flags, step.counts, step.scale)
+        divisor = self.memory.divisor(self.group, step.scale)
+        assert divisor is not None
+        slots, world = len(self.group.slots), self.terms.place.world
+        products = TorchProducts(account, self.memory, slots, world, flags, divisor.flat)
+        outcome: Outcome = yield from self.compressor.run(self.step_of(products, step))
+        return outcome
+
+
+class KernelLowRankRoute(PlainLowRankRoute):
     """The kernels' bits never depend on the bucketing."""
 
     backend = "CUDA kernels"

@@ -1,4 +1,4 @@
-"""Low-rank memory: the residual of every parameter, and the bases its next step starts from."""
+"""Low-rank memory: what every parameter holds back, and the bases its next step starts from."""
 
 from __future__ import annotations
 
@@ -9,30 +9,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.layout import ParameterInfo, wide_dtype
+from thinwire.layout import Group, ParameterInfo, wide_dtype
 from thinwire.lowrank.basis import draw, orthogonalise
 from thinwire.lowrank.batches import MatrixBatch
 from thinwire.lowrank.layout import FactorLayout, Key
 from thinwire.lowrank.matrices import Matrices, matrices_of
-from thinwire.memory.residual import Residual, ResidualState
+from thinwire.memory.account import Account
+from thinwire.memory.base import MemoryState
+from thinwire.memory.refresh import Refresh
+from thinwire.memory.residual import Residual
 from thinwire.memory.store import let_go
+from thinwire.select.scaled import Divisor
 
 
-class LowRankMemory(ResidualState):
-    """Bases are orthonormal and the same on all ranks, so they have no units and belong to no rank.
+class LowRankMemory(MemoryState):
+    """Another memory with bases beside it.
+
+    Bases are orthonormal and the same on all ranks, so they have no units and belong to no rank.
 
     A parameter's first basis is drawn from its name; the same numbers replace dead columns later. The bases of a
     layout lie side by side in one tensor, because collecting them in every step costs more than using them.
     """
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(Residual())
+    def __init__(self, rank: int, held: MemoryState | None = None) -> None:
+        self._held = Residual().start() if held is None else held
+        """What is held back: a residual, or what an optimizer's scale asks for."""
+        self.setting, self.stores = self._held.setting, self._held.stores
         self.rank = rank
         self._flats: dict[tuple[Key, ...], Tensor] = {}
         self._homes: dict[Key, tuple[tuple[Key, ...], int, tuple[int, int, int]]] = {}
         """Where a basis lies: in which flat tensor, from where on, in what shape."""
         self._loose: dict[Key, Tensor] = {}
         """Bases that no layout has claimed yet."""
+
+    def compensate(
+        self, group: Group, gradients: Sequence[Tensor], scale: Tensor | None
+    ) -> Account:
+        return self._held.compensate(group, gradients, scale)
+
+    def due(self, names: Sequence[str], counts: Sequence[int]) -> Refresh | None:
+        return self._held.due(names, counts)
+
+    def refresh(self, group: Group, mean: Tensor, counts: Sequence[int]) -> None:
+        self._held.refresh(group, mean, counts)
+
+    def divisor(self, group: Group, scale: Tensor | None) -> Divisor | None:
+        return self._held.divisor(group, scale)
 
     def bases(self, layout: FactorLayout, like: Tensor) -> Tensor:
         """All bases of a layout in one flat tensor, in the dtype and on the device of `like`."""

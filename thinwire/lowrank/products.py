@@ -59,9 +59,18 @@ class TorchProducts(Products):
     """In torch, matrices of one shape together."""
 
     def __init__(
-        self, account: LowRankAccount, memory: LowRankMemory, slots: int, world: int, flags: Flags
+        self,
+        account: LowRankAccount,
+        memory: LowRankMemory,
+        slots: int,
+        world: int,
+        flags: Flags,
+        divisor: Tensor | None = None,
     ) -> None:
+        """With a `divisor` (positive, flat as memory is) c / divisor is multiplied, and what is delivered is in its units again."""
         super().__init__(account, memory, slots, world)
+        self._divisor = divisor
+        self._given = account.c if divisor is None else account.c / divisor
         self._flags = flags
         self._received: list[Tensor] = []
 
@@ -77,7 +86,7 @@ class TorchProducts(Products):
             for batch, side, basis, out in zip(
                 sent.batches, sent.sides, known.sections, sent.sections(buffer), strict=True
             ):
-                batch.multiply(c, basis, side, out)
+                batch.multiply(self._given, basis, side, out)
         return buffer
 
     def receive(self, total: Tensor, *, first: bool) -> None:
@@ -100,8 +109,12 @@ class TorchProducts(Products):
             ):
                 p, q = (factor, basis) if side == "p" else (basis, factor)
                 batch.rebuild(update, p, q)
+        if self._divisor is not None:
+            update.mul_(self._divisor)
         part, renewed = summed.part[: sent.numel], sent.orthogonalise(mean)
-        self.account.sent = Sent(sent, part, known, renewed, self.had, self.memory)
+        self.account.sent = Sent(
+            sent, part, known, renewed, self.had, self.memory, divisor=self._divisor
+        )
         return Outcome(update, ~are_finite(self._received))
 
 

@@ -14,6 +14,7 @@ from thinwire.lowrank.batches import MatrixBatch
 from thinwire.lowrank.compressor import LowRankCompressor, LowRankStep, Table
 from thinwire.lowrank.layout import FactorLayout, Factors
 from thinwire.lowrank.matrices import Matrices
+from thinwire.memory.base import MemoryState
 
 
 class TwoPhaseCompressor(LowRankCompressor):
@@ -31,9 +32,14 @@ class TwoPhaseCompressor(LowRankCompressor):
     sides = ("q",)
 
     def __init__(
-        self, rank: int, wire: str, per_host: int | None, refresh_every: int | None
+        self,
+        rank: int,
+        wire: str,
+        per_host: int | None,
+        refresh_every: int | None,
+        memory: MemoryState | None = None,
     ) -> None:
-        super().__init__(rank, wire, per_host)
+        super().__init__(rank, wire, per_host, memory)
         self.refresh_every = refresh_every
 
     def mode(self, name: str, count: int) -> Hashable:

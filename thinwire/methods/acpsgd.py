@@ -21,4 +21,4 @@ class ACPSGD(LowRankMethod):
     factors_per_step: ClassVar[int] = 1
 
     def compressor(self) -> Compressor:
-        return AlternatingCompressor(self.rank, self.wire, self.per_host)
+        return AlternatingCompressor(self.rank, self.wire, self.per_host, self.start_memory())

@@ -108,7 +108,7 @@ class Method(Described, ABC):
         """The same method with this memory, in whose divisor's scale it compares magnitudes."""
         raise UsageError(
             f"method is {type(self).__name__}, which cannot work in the scale of an optimizer; use tw.TopK, tw.ADTopK "
-            "or another one that selects, or tw.Quantized"
+            "or another one that selects, tw.Quantized, or a low-rank method"
         )
 
     def dense_companion(self, dense: Dense) -> Method:

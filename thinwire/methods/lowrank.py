@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from thinwire.errors import UsageError
 from thinwire.layout import Slot
 from thinwire.lowrank.matrices import matrices_of
+from thinwire.memory.adam import AdamMomentum
+from thinwire.memory.base import Memory, MemoryState
 from thinwire.methods.base import Method
 from thinwire.validate import check_bool, check_choice, check_positive_int, check_positive_number
 
@@ -33,6 +35,9 @@ class LowRankMethod(Method):
     """Ranks per host, to sum factors inside each host first and between hosts once per host; None = over all ranks at
     once. Ranks of a host must be neighbours: host = rank // per_host, as torchrun numbers them."""
 
+    scale: Memory | None = None
+    """The memory in whose scale matrices are factorised; tw.AdamScale says it."""
+
     factors_per_step: ClassVar[int] = 2
     """Of the two factors, how many travel in one step."""
 
@@ -45,6 +50,23 @@ class LowRankMethod(Method):
         check_bool("dense_fallback", self.dense_fallback)
         if self.per_host is not None:
             check_positive_int("per_host", self.per_host)
+
+    def in_scale(self, memory: Memory) -> Method:
+        """What is factorised is c / divisor, and what was sent is the product x divisor."""
+        assert isinstance(memory, AdamMomentum)
+        if memory.limit is not None:
+            raise UsageError(
+                f"limit is {memory.limit!r}, but {type(self).__name__} sends factors, in which no element can be cut; it must "
+                "be None"
+            )
+        if memory.storage != "fp32":
+            raise UsageError(
+                f"storage is {memory.storage!r}; with {type(self).__name__} it must be 'fp32'"
+            )
+        return replace(self, scale=memory)
+
+    def start_memory(self) -> MemoryState | None:
+        return None if self.scale is None else self.scale.start()
 
     @property
     def host_sizes(self) -> frozenset[int]:

@@ -27,4 +27,6 @@ class PowerSGD(LowRankMethod):
             check_positive_int("subspace_refresh_every", self.subspace_refresh_every)
 
     def compressor(self) -> Compressor:
-        return TwoPhaseCompressor(self.rank, self.wire, self.per_host, self.subspace_refresh_every)
+        return TwoPhaseCompressor(
+            self.rank, self.wire, self.per_host, self.subspace_refresh_every, self.start_memory()
+        )

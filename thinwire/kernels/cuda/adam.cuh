@@ -103,6 +103,25 @@ struct AdamScale {
 #endif
     }
 
+    // What an owner adds up of its own c: not more than others send, where sums have more bits than what is sent.
+    __device__ __forceinline__ float own_part(float c, float divisor) const {
+        const float x = divide(c, divisor);
+#if ADAM && BITS_OF_SUMS > BITS_SENT
+        return fminf(fmaxf(x, -limit), limit);
+#else
+        return x;
+#endif
+    }
+
+    // What an owner keeps: of the sum, and what it refused of its own.
+    __device__ __forceinline__ float with_refused(float left, float c, float divisor) const {
+#if ADAM && BITS_OF_SUMS > BITS_SENT
+        return __fadd_rn(left, __fsub_rn(c, multiply(own_part(c, divisor), divisor)));
+#else
+        return left;
+#endif
+    }
+
     // The most that a code may stand for.
     __device__ __forceinline__ float most_sent() const {
 #if ADAM

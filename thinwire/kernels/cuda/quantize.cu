@@ -229,7 +229,7 @@ extern "C" __global__ __launch_bounds__(PIECE_THREADS) void quantize_sum(
             float values[EACH];
             if (!CODES_OWN && from == rank) {
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) values[i] = scale.divide(c[a][i], divisors[a][i]);
+                for (int i = 0; i < EACH; ++i) values[i] = scale.own_part(c[a][i], divisors[a][i]);
             } else {
                 SentCode::decode_block(row, form, piece.block + at / BLOCK, values);
             }
@@ -255,15 +255,10 @@ extern "C" __global__ __launch_bounds__(PIECE_THREADS) void quantize_sum(
 #if KEEPS
         float left[EACH];
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) left[i] = scale.multiply(__fsub_rn(total[a][i], values[i]), divisors[a][i]);
-#if CODES_OWN
-        float own_values[EACH];
-        SentCode::decode_block(arrived + (i64)rank * form.row, form, piece.block + at / BLOCK, own_values);
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) left[i] = __fadd_rn(left[i], __fsub_rn(c[a][i], scale.multiply(own_values[i], divisors[a][i])));
-#endif
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) values[i] = known ? left[i] : c[a][i];
+        for (int i = 0; i < EACH; ++i) {
+            const float left = scale.multiply(__fsub_rn(total[a][i], values[i]), divisors[a][i]);
+            values[i] = known ? scale.with_refused(left, c[a][i], divisors[a][i]) : c[a][i];
+        }
         store_floats(memory + piece.memory + at + EACH * lane, true, room, values);
 #endif
     }
