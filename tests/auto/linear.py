@@ -52,11 +52,17 @@ class LinearJob:
     """One rank of it; `jitter_s` makes every third step of odd ranks late."""
 
     def __init__(
-        self, rank: int, method: tw.Method, *, adam: bool = False, jitter_s: float = 0.0
+        self,
+        rank: int,
+        method: tw.Method,
+        *,
+        adam: bool = False,
+        jitter_s: float = 0.0,
+        bucket_mb: float = 0.01,
     ) -> None:
         self.rank, self.jitter_s = rank, jitter_s
         self.model = Linear()
-        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=bucket_mb)
         self.optimizer: torch.optim.Optimizer = (
             torch.optim.AdamW(self.ddp.parameters(), lr=1e-3, betas=(MOMENTUM, 0.95))
             if adam
@@ -131,7 +137,10 @@ class Scripted(Council):
     """A council in which figures and decisions are what the test says, not what a busy machine makes of them."""
 
     def __init__(self, council: Council, script: Sequence[tuple[Sequence[str], str]]) -> None:
-        """`script` has, for every planning, the labels that are tried and the one that is kept."""
+        """`script` has, for every planning, the labels that are tried and the one that is kept.
+
+        "a|b" stands for a mixture of two that take turns.
+        """
         super().__init__(council.groups[-1], council.place, council.groups[:-1])
         self._script = list(script)
         self._trials: Sequence[str] = ()
@@ -152,10 +161,15 @@ class Scripted(Council):
     def _overrule(self, text: str) -> str:
         said = json.loads(text)
         if isinstance(said, list):
-            return json.dumps([self._kept] * len(said))
+            return json.dumps(mix(self._kept, len(said)))
         if "finalists" in said:
             self._trials, self._kept = self._script.pop(0)
             units = len((said["finalists"] or [said["labels"]])[0])
-            said["finalists"] = [[label] * units for label in self._trials]
+            said["finalists"] = [mix(label, units) for label in self._trials]
             return json.dumps(said)
         return text
+
+
+def mix(label: str, units: int) -> list[str]:
+    parts = label.split("|")
+    return [parts[index % len(parts)] for index in range(units)]

@@ -79,11 +79,14 @@ def profiled(rank: int, world: int, merge_bytes: int) -> Profile:
     return profile_steps(job.handle.reducer, job.step, dense, steps=2)
 
 
-def test_a_profile_has_buckets_as_they_are_merged(pools: Callable[[int], Pool]) -> None:
+def test_a_profile_has_buckets_and_how_they_are_merged(pools: Callable[[int], Pool]) -> None:
     """Four layers of 64 KB in buckets of their own, which wait for each other up to 100 KB; nobody waits for the last."""
     single, merged = (pools(1).run(profiled, nbytes)[0] for nbytes in (0, 200_000))
+    assert [unit.names for unit in single.units] == [unit.names for unit in merged.units]
     assert [len(unit.names) for unit in single.units] == [2, 2, 2, 2]
-    assert [len(unit.names) for unit in merged.units] == [4, 2, 2]
+    assert [unit.with_next for unit in single.units] == [False] * 4
+    assert [unit.with_next for unit in merged.units] == [True, False, False, False]
+    assert merged.units[0].ready_s == merged.units[1].ready_s
     assert merged.coalesce_bytes == single.coalesce_bytes == 512 << 10
     assert [unit.ready_s for unit in merged.units] == sorted(unit.ready_s for unit in merged.units)
 

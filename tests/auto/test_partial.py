@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from tests.auto.linear import LinearJob, Scripted, expected
 from tests.auto.workers import Brake, Job, Model, auto
 from tests.pool import Pool
 from thinwire.errors import UsageError
@@ -64,6 +65,42 @@ def test_partial_leaves_dense_what_the_link_has_time_for(pools: Callable[[int], 
     assert "adtopk" in slow[0]["labels"], slow[0]["told"]
     for results in (fast, slow):
         assert torch.equal(results[0]["weights"], results[1]["weights"])
+
+
+def mixed(rank: int, world: int) -> dict[str, Any]:
+    """Three buckets, two of which are encoded as one, and every second one of which is dense."""
+    auto = tw.Auto(quality="fastest", measure_steps=3, trial_steps=1)
+    job = LinearJob(rank, auto, bucket_mb=0.004)
+    job.handle.reducer.merge_bytes = 1 << 20
+    survey = job.pilot.survey
+    survey.council = Scripted(survey.council, [(("topk-1%|dense",), "topk-1%|dense")])
+    while job.pilot.phase != "watching":
+        job.step()
+    for _ in range(2):
+        job.step()
+    units = job.pilot.profile.units
+    return {
+        "labels": job.pilot.labels,
+        "with_next": [unit.with_next for unit in units],
+        "dense": {row.info.name for row in job.handle.plan() if row.dense},
+        "names": [unit.names for unit in units],
+        "moved": job.displacement(),
+        "wanted": expected(world, job.taken),
+        "weights": job.weights(),
+    }
+
+
+def test_buckets_that_are_encoded_as_one_are_decided_about_one_by_one(
+    pools: Callable[[int], Pool],
+) -> None:
+    first, second = pools(2).run(mixed)
+    assert first["labels"] == ("topk-1%", "dense", "topk-1%")
+    assert first["with_next"] == [True, False, False]
+    assert set(first["names"][1]) <= first["dense"]
+    assert not set(first["names"][0]) <= first["dense"]
+    error = (first["moved"] + second["moved"]) / 2 - first["wanted"]
+    assert float(error.abs().sum() / first["wanted"].abs().sum()) < 2e-5
+    assert torch.equal(first["weights"], second["weights"])
 
 
 def with_adam(rank: int, world: int) -> dict[str, Any]:

@@ -37,6 +37,11 @@ QUANTISED = {
     "2 bits": tw.Quantized(bits=2, dense_fallback=False),
     "4 bits": tw.Quantized(bits=4, dense_fallback=False),
 }
+LOW_RANK = {
+    "PowerSGD": tw.PowerSGD(rank=3, dense_fallback=False),
+    "PowerSGD, bf16": tw.PowerSGD(rank=3, wire="bf16", dense_fallback=False),
+    "ACP-SGD": tw.ACPSGD(rank=3, dense_fallback=False),
+}
 ALL = SELECTING | QUANTISED
 MEMORIES = {
     "frozen": AdamMomentum(adam=ADAM),
@@ -44,11 +49,15 @@ MEMORIES = {
     "refreshed": AdamMomentum(Refresh(every=2), limit=3.0, floor=0.01, adam=ADAM),
     "bf16": AdamMomentum(storage="bf16", adam=ADAM),
 }
+WITHOUT_LIMIT = {
+    "frozen": AdamMomentum(adam=ADAM),
+    "refreshed": AdamMomentum(Refresh(every=2), floor=0.01, adam=ADAM),
+}
 
 
-def seeded(method: tw.Method, memory: AdamMomentum, **options: Any) -> Cluster:
+def seeded(method: tw.Method, memory: AdamMomentum, world: int = WORLD, **options: Any) -> Cluster:
     """Ranks that have taken a second moment over: sizes that differ by orders of magnitude inside every tensor."""
-    cluster = Cluster(WORLD, method.in_scale(memory), shapes=SHAPES, **options)
+    cluster = Cluster(world, method.in_scale(memory), shapes=SHAPES, **options)
     generator = torch.Generator().manual_seed(7)
     moments = {
         name: torch.randn(shape, generator=generator).mul(3).exp() for name, shape in SHAPES.items()
@@ -94,22 +103,39 @@ def test_replicas_agree_and_nothing_is_lost(method: tw.Method, kind: str) -> Non
 @pytest.mark.parametrize("kind", ["frozen", "limited", "refreshed"])
 @pytest.mark.parametrize("method", QUANTISED.values(), ids=QUANTISED)
 def test_quantised_in_scale_nothing_is_lost(method: tw.Method, kind: str) -> None:
+    check_nothing_lost(method, MEMORIES[kind])
+
+
+@pytest.mark.parametrize("kind", WITHOUT_LIMIT)
+@pytest.mark.parametrize("method", LOW_RANK.values(), ids=LOW_RANK)
+def test_low_rank_in_scale_nothing_is_lost(method: tw.Method, kind: str) -> None:
+    check_nothing_lost(method, WITHOUT_LIMIT[kind])
+
+
+@pytest.mark.parametrize("kind", ["limited", "refreshed"])
+@pytest.mark.parametrize("sum_bits", [None, 4])
+def test_between_hosts_nothing_is_lost(sum_bits: int | None, kind: str) -> None:
+    method = tw.Quantized(bits=1, sum_bits=sum_bits, per_host=2, dense_fallback=False)
+    check_nothing_lost(method, MEMORIES[kind], world=4)
+
+
+def check_nothing_lost(method: tw.Method, memory: AdamMomentum, world: int = WORLD) -> None:
     """To the rounding of c / divisor x divisor: some units in the last place of the larger of c and what was sent."""
-    cluster = seeded(method, MEMORIES[kind])
+    cluster = seeded(method, memory, world)
     eps = torch.finfo(torch.float32).eps
     for step in range(4):
-        before = [held(cluster, rank, "residual") for rank in range(WORLD)]
+        before = [held(cluster, rank, "residual") for rank in range(world)]
         updates = cluster.step(cluster.random(step))
-        accepted = [cluster.accepted(rank) for rank in range(WORLD)]
+        accepted = [cluster.accepted(rank) for rank in range(world)]
         for name in COMPRESSED:
             assert all(same_bits(update[name], updates[0][name]) for update in updates)
-            for rank in range(WORLD):
+            for rank in range(world):
                 c = before[rank][name] + held(cluster, rank, "momentum")[name]
                 lost = accepted[rank][name] + held(cluster, rank, "residual")[name] - c
                 bound = torch.maximum(c.abs(), accepted[rank][name].abs())
                 assert (lost.abs() <= 4 * eps * bound).all()
             total = sum(one[name].double() for one in accepted)
-            lost = WORLD * updates[0][name].double() - total
+            lost = world * updates[0][name].double() - total
             sizes = sum(one[name].double().abs().sum() for one in accepted)
             assert lost.abs().sum() <= 1e-6 * sizes
 
@@ -187,11 +213,36 @@ def test_owners_too_send_no_more_than_the_limit(bits: int, sum_bits: int) -> Non
         assert 0.1 < (WORLD * updates[tensor] / divisor).abs().max() <= 0.5 * 1.01
 
 
+def test_a_host_sends_as_many_limits_as_it_has_ranks() -> None:
+    """Two hosts of two ranks, of which one has gradients: half of the limit reaches the mean, as by four ranks of their own."""
+    method = tw.Quantized(bits=1, sum_bits=8, per_host=2, dense_fallback=False)
+    cluster = seeded(method, MEMORIES["limited"], world=4)
+    for step in range(3):
+        gradients = cluster.random(step, factor=10.0)
+        for gradient in (one for rank in (2, 3) for one in gradients[rank].values()):
+            gradient.zero_()
+        updates = cluster.step(gradients)[0]
+    for tensor in COMPRESSED:
+        divisor = held(cluster, 0, "second_moment")[tensor].sqrt() + 1e-8
+        assert 0.1 < (2 * updates[tensor] / divisor).abs().max() <= 0.5 * 1.01
+
+
 @pytest.mark.parametrize("bad", ["gradient", "discarded"])
 @pytest.mark.parametrize("kind", MEMORIES)
 @pytest.mark.parametrize("method", list(ALL.values())[::3], ids=list(ALL)[::3])
 def test_a_skipped_step_leaves_no_trace(method: tw.Method, kind: str, bad: str) -> None:
-    cluster = seeded(method, MEMORIES[kind], restorable=True)
+    check_no_trace(method, MEMORIES[kind], bad)
+
+
+@pytest.mark.parametrize("bad", ["gradient", "discarded"])
+@pytest.mark.parametrize("kind", WITHOUT_LIMIT)
+@pytest.mark.parametrize("method", LOW_RANK.values(), ids=LOW_RANK)
+def test_a_skipped_step_of_low_rank_leaves_no_trace(method: tw.Method, kind: str, bad: str) -> None:
+    check_no_trace(method, WITHOUT_LIMIT[kind], bad)
+
+
+def check_no_trace(method: tw.Method, memory: AdamMomentum, bad: str) -> None:
+    cluster = seeded(method, memory, restorable=True)
     for step in range(2):
         cluster.step(cluster.random(step))
     stores = ("momentum", "residual", "second_moment")

@@ -66,9 +66,16 @@ def test_a_fixed_method_is_compared_with_what_would_be_chosen() -> None:
 
 
 def test_workers_that_share_a_device_wait_for_it_and_not_for_its_host() -> None:
-    alone, shared = (SOME.at(1_000_000, 4, 4, sharing) for sharing in (1, 3))
-    assert alone == pytest.approx((3e-5, 2e-5))
-    assert shared == pytest.approx((1e-5 + 3 * 2e-5, 1e-5 + 3 * 1e-5))
+    costs = []
+    for sharing in (1, 3):
+        profile = replace(describe(), sharing=sharing)
+        candidates = find_candidates("safe", "adam", 4)
+        predictor = Predictor(profile, candidates, LinkPrices(1e9, 2e-5, 4), Traffic(4).rounds)
+        costs.append(predictor.costs(predictor.plan(["int4"] * 6))[0])
+    alone, shared = costs
+    assert shared.encode_s == pytest.approx(3 * alone.encode_s)
+    assert shared.start_s == alone.start_s == SOME.encode.latency_s
+    assert shared.decode_s - 1e-5 == pytest.approx(3 * (alone.decode_s - 1e-5))
 
 
 def test_what_is_sent_in_some_steps_only_counts_by_its_share() -> None:
@@ -86,6 +93,24 @@ def test_what_is_sent_in_some_steps_only_counts_by_its_share() -> None:
     )
     assert usual < 0.3 * fuller
     assert sent == pytest.approx(usual + (fuller - usual) / 50)
+
+
+def test_what_the_host_does_counts_once_for_neighbours_that_are_encoded_alike() -> None:
+    profile = describe()
+    labels = ["int4"] * 6, ["int4", "dense"] * 3
+    joined = replace(
+        profile,
+        units=tuple(replace(u, with_next=i < 5) for i, u in enumerate(profile.units)),
+    )
+    delays = []
+    for one in (profile, joined):
+        candidates = find_candidates("safe", "adam", 4)
+        predictor = Predictor(one, candidates, LinkPrices(1e9, 2e-5, 4), Traffic(4).rounds)
+        for plan in map(predictor.plan, labels):
+            last = plan.prediction.spans[-1]
+            delays.append(round(1e5 * (last.encoded - last.ready)))
+    # 1e-5 s each for starting, and 2.1e-5 s for a million elements.
+    assert delays == [6 * 3 + 1, 3 * 3, 1 + 6 * 2 + 1, 3 * 3]
 
 
 def test_no_more_is_compressed_than_the_link_needs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +16,8 @@ from thinwire.plan.search import Level, find_best, find_fastest
 from thinwire.plan.step_model import Conditions, Cost, find_dearness, predict_step
 
 small = st.integers(0, 20).map(float)
-costs = st.tuples(small, small, small, small, st.integers(0, 5).map(float)).map(
-    lambda it: Cost(it[0], it[1] + it[3], it[2], it[3], it[4])
+costs = st.tuples(small, small, small, small, st.integers(0, 5).map(float), small).map(
+    lambda it: Cost(it[0], it[1] + it[3], it[2], it[3], it[4], it[5])
 )
 levels = st.builds(Level, costs, st.integers(0, 3).map(float))
 
@@ -30,8 +31,19 @@ def lines(draw: st.DrawFn) -> tuple[Conditions, list[list[Level]]]:
         draw(small),
         draw(st.booleans()),
         draw(st.sampled_from([0.0, 4.0, 9.0])),
+        (*draw(st.lists(st.booleans(), min_size=buckets - 1, max_size=buckets - 1)), False),
     )
-    return conditions, [draw(st.lists(levels, min_size=1, max_size=3)) for _ in range(buckets)]
+    count = draw(st.integers(1, 3))
+    options = draw(
+        st.lists(
+            st.lists(levels, min_size=count, max_size=count), min_size=buckets, max_size=buckets
+        )
+    )
+    kinds = [
+        [replace(level, cost=replace(level.cost, kind=kind)) for kind, level in enumerate(bucket)]
+        for bucket in options
+    ]
+    return conditions, kinds
 
 
 def every_choice(conditions: Conditions, options: list[list[Level]]) -> list[tuple[float, float]]:
@@ -86,6 +98,15 @@ def test_small_buckets_wait_for_each_other_and_pay_one_latency() -> None:
     assert (third.sent, third.arrived) == (8.0, 11.0)
     alone = predict_step(Conditions((0.0, 4.0, 8.0), 0.0), [few, few, few])
     assert [span.sent for span in alone.spans] == [0.0, 4.0, 8.0]
+
+
+def test_buckets_that_are_encoded_as_one_leave_together() -> None:
+    cost = Cost(1, 3, 0, latency_s=2)
+    conditions = Conditions((0.0, 4.0, 4.0), 0.0, with_next=(False, True, False))
+    first, second, third = predict_step(conditions, [cost, cost, cost]).spans
+    assert (first.sent, first.arrived) == (1.0, 4.0)
+    # The third one's encoding is waited for, and both pay one latency.
+    assert (second.sent, second.arrived) == (third.sent, third.arrived) == (7.0, 7.0 + 2 + 1 + 1)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.7, 3.0])

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,22 +14,40 @@ from torch import Tensor
 from thinwire.layout import BucketLayout
 from thinwire.observe.clock import Mark
 
+Names = tuple[str, ...]
+"""The parameters of a bucket."""
+Parts = tuple[Names, ...]
+"""Buckets that are encoded as one."""
+
+
+def parts_of(layout: BucketLayout) -> Parts:
+    """The buckets that a layout is made of."""
+    parts: list[list[str]] = [[] for _ in layout.buffers]
+    for slot in layout.slots:
+        own = (
+            part
+            for part, (begin, count) in zip(parts, layout.buffers, strict=True)
+            if begin <= slot.offset <= begin + count - slot.numel
+        )
+        next(own).append(slot.name)
+    return tuple(tuple(part) for part in parts if part)
+
 
 @dataclass
 class StepMarks:
     """One step."""
 
     began: Mark
-    ready: dict[tuple[str, ...], Mark] = field(default_factory=dict)
-    """By the names of what is encoded together, in the order in which it came."""
-    delivered: dict[tuple[str, ...], Mark] = field(default_factory=dict)
+    ready: dict[Parts, Mark] = field(default_factory=dict)
+    """By what is encoded together, in the order in which it came."""
+    delivered: dict[Parts, Mark] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class MeasuredSteps:
     """Medians over steps, in seconds from the moment at which the first unit is ready."""
 
-    units: tuple[tuple[str, ...], ...]
+    units: tuple[Parts, ...]
     ready_s: tuple[float, ...]
     rest_s: float
     period_s: float
@@ -48,6 +67,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._steps: list[StepMarks] = []
+        self._parts: WeakKeyDictionary[BucketLayout, Parts] = WeakKeyDictionary()
 
     def begin_step(self) -> None:
         self._steps.append(StepMarks(Mark(self._device)))
@@ -55,12 +75,14 @@ class StepClock:
 
     def ready(self, layout: BucketLayout) -> Callable[[], None]:
         """A unit's gradient is there. What is returned is to be called when its update is."""
-        names = tuple(slot.name for slot in layout.slots)
+        parts = self._parts.get(layout)
+        if parts is None:
+            parts = self._parts[layout] = parts_of(layout)
         step = self._steps[-1]
-        step.ready[names] = Mark(self._device)
+        step.ready[parts] = Mark(self._device)
 
         def delivered() -> None:
-            step.delivered[names] = Mark(self._device)
+            step.delivered[parts] = Mark(self._device)
 
         return delivered
 
@@ -73,9 +95,9 @@ class StepClock:
         pairs = itertools.pairwise(marks)
         return [after.ms_since(before) / 1e3 for before, after in pairs]
 
-    def last_units(self) -> tuple[tuple[str, ...], ...]:
-        """What was encoded together in the last step that has ended."""
-        return tuple(self._steps[-2].ready)
+    def last_buckets(self) -> Parts:
+        """Of the last step that has ended, in the order in which they came."""
+        return tuple(itertools.chain.from_iterable(self._steps[-2].ready))
 
     def silent_s(self) -> float:
         """The last step that has ended, without the time in which it waited for nothing but the exchange."""
@@ -88,7 +110,7 @@ class StepClock:
         return (following.began.ms_since(step.began) - max(0.0, exposed)) / 1e3
 
     def measured(self) -> MeasuredSteps | None:
-        """All steps that have ended and had the units of the last one; None if there is none."""
+        """All steps that have ended and had the units of the last one; None if most of them had others."""
         ended = self._steps[:-1]
         if not ended:
             return None
@@ -103,7 +125,7 @@ class StepClock:
             period = following.began.ms_since(step.began) / 1e3
             busy = max(delivered, ready[-1])
             rows.append((ready, max(0.0, period - busy), period))
-        if not rows:
+        if 2 * len(rows) < len(ended):
             return None
         columns = zip(*(ready for ready, _, _ in rows), strict=True)
         return MeasuredSteps(
@@ -118,33 +140,37 @@ BINS = 96
 LEAST_EXPONENT = -64
 """Magnitudes below this power of two count as zeros; those above the last bin, 2 to the 32nd, as being in it."""
 SAMPLE = 1 << 17
-"""Elements that a unit's curve is made of, about."""
+"""Elements that the curves of a bucket's parameters are made of, about."""
 
 
 class EnergyMeter:
-    """Histograms of magnitudes: how much of a unit's squared sum its largest entries have. One pass, no wait."""
+    """Histograms of magnitudes: how much of a squared sum the largest entries have. One pass, no wait."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+        self._seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def look(self, layout: BucketLayout, flat: Tensor) -> None:
-        """Elements and squared sum per power of two of the magnitude, of a sample."""
+        """Elements and squared sum of every parameter per power of two of the magnitude, of a sample."""
         stride = max(1, flat.numel() // SAMPLE)
-        values = flat[::stride].float().nan_to_num(0.0, 0.0, 0.0)
-        exponents = torch.frexp(values).exponent - LEAST_EXPONENT
-        # A zero's exponent is 0, as that of numbers near 1.
-        exponents = torch.where(values == 0, 0, exponents).clamp(0, BINS).long()
-        counts = torch.zeros(BINS + 1, dtype=torch.float64, device=flat.device)
-        counts.index_add_(0, exponents, torch.ones_like(values, dtype=torch.float64))
-        squares = torch.zeros_like(counts).index_add_(0, exponents, values.double().square())
-        self._seen[tuple(slot.name for slot in layout.slots)] = (counts, squares)
+        for slot in layout.slots:
+            values = slot.span(flat)[::stride].float().nan_to_num(0.0, 0.0, 0.0)
+            exponents = torch.frexp(values).exponent - LEAST_EXPONENT
+            # A zero's exponent is 0, as that of numbers near 1.
+            exponents = torch.where(values == 0, 0, exponents).clamp(0, BINS).long()
+            counts = torch.zeros(BINS + 1, dtype=torch.float64, device=flat.device)
+            counts.index_add_(0, exponents, torch.ones_like(values, dtype=torch.float64))
+            squares = torch.zeros_like(counts).index_add_(0, exponents, values.double().square())
+            self._seen[slot.name] = (counts, squares)
 
-    def curve(self, names: tuple[str, ...]) -> tuple[tuple[float, float], ...]:
+    def curve(self, names: Names) -> tuple[tuple[float, float], ...]:
         """(fraction of the entries, share of the squared sum), largest magnitudes first; empty if nothing was seen."""
-        if names not in self._seen:
+        seen = [self._seen[name] for name in names if name in self._seen]
+        if not seen:
             return ()
-        counts, squares = (one.flip(0).cumsum(0) for one in self._seen[names])
+        counts, squares = (
+            torch.stack(one).sum(0).flip(0).cumsum(0) for one in zip(*seen, strict=True)
+        )
         total, energy = float(counts[-1]), float(squares[-1])
         if not energy > 0:
             return ()

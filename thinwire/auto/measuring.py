@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.auto.clock import EnergyMeter, MeasuredSteps
+from thinwire.auto.clock import EnergyMeter, MeasuredSteps, Parts
 from thinwire.auto.council import Council
 from thinwire.auto.rehearsal import rehearse
 from thinwire.engine.network import Network
@@ -38,6 +38,8 @@ WORK_NUMELS = {"cpu": (1 << 14, 1 << 18), "cuda": (1 << 18, 1 << 22)}
 """Elements of the buckets on which encoding and decoding are timed, by the kind of device."""
 NOISE = 1.1
 """Decoding what twice as many workers sent counts as longer from this ratio on."""
+LARGE_SHARE = 0.1
+"""Of the last bucket: it leaves last, and nothing hides it, so that its larger parameters are decided about one by one."""
 UNIFORM_CURVE = EnergyCurve(((1.0, 1.0),))
 """Where nothing is known: every entry has the same share."""
 
@@ -146,6 +148,20 @@ def share_out(council: Council, mark: float) -> Sharing:
     return Sharing(most, marks[: place.rank].count(mark))
 
 
+def cut_units(steps: MeasuredSteps, parameters: Mapping[str, ParameterInfo]) -> list[Parts]:
+    """What can be decided by itself of each unit that was measured: its buckets, and of the last one its large parameters."""
+    last = steps.units[-1][-1]
+    numels = {name: parameters[name].numel for name in last}
+    large = [name for name in last if numels[name] >= LARGE_SHARE * sum(numels.values())]
+    if len(large) > 1:
+        # The small ones go with the last of them.
+        rest = tuple(name for name in last if name not in large[:-1])
+        pieces: Parts = (*((name,) for name in large[:-1]), rest)
+    else:
+        pieces = (last,)
+    return [*steps.units[:-1], (*steps.units[-1][:-1], *pieces)]
+
+
 def make_profile(
     steps: MeasuredSteps,
     meter: EnergyMeter,
@@ -160,9 +176,11 @@ def make_profile(
     """Everything together; times are those of the slowest rank."""
     *ready, rest = council.largest([*steps.ready_s, steps.rest_s])
     units = []
-    for names, moment in zip(steps.units, ready, strict=True):
-        points = meter.curve(names)
-        units.append(Unit(names, moment, EnergyCurve(points) if points else UNIFORM_CURVE))
+    for parts, moment in zip(cut_units(steps, parameters), ready, strict=True):
+        for names in parts:
+            points = meter.curve(names)
+            curve = EnergyCurve(points) if points else UNIFORM_CURVE
+            units.append(Unit(names, moment, curve, with_next=names != parts[-1]))
     on_cuda = device.type == "cuda"
     return Profile(
         world=council.place.world,

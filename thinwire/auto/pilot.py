@@ -144,7 +144,7 @@ class Pilot:
         quick = next((label for label in labels if label in self.candidates), None)
         if quick is None:
             return False
-        units = self._clock.last_units()
+        units = self._clock.last_buckets()
         period, silent = self._council.largest([self._clock.periods()[-1], self._clock.silent_s()])
         if period <= max(SLOW_START * silent, SLOW_STEP_S):
             return False

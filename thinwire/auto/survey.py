@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from statistics import median
 
-from thinwire.auto.clock import EnergyMeter, MeasuredSteps, StepClock
+from thinwire.auto.clock import EnergyMeter, Parts, StepClock
 from thinwire.auto.council import Council
-from thinwire.auto.measuring import make_profile, measure_prices, measure_work
+from thinwire.auto.measuring import cut_units, make_profile, measure_prices, measure_work
 from thinwire.auto.rehearsal import Traffic
 from thinwire.engine.reducer import Reducer
 from thinwire.layout import Bucket
@@ -67,9 +68,10 @@ class Survey:
             dtype = next(iter(parameters.values())).dtype
             candidates = list(self.candidates.values())
             self.work = measure_work(candidates, self.council, device, dtype)
-        labels = spread(in_force, len(steps.units))
+        units = cut_units(steps, parameters)
+        labels = spread(in_force, sum(map(len, units)))
         if device.type == "cpu":
-            steps = steps.without_encoding(self._own_encoding(steps, labels))
+            steps = steps.without_encoding(self._own_encoding(units, labels))
         profile = make_profile(
             steps,
             self._meter,
@@ -93,14 +95,21 @@ class Survey:
         factor = find_dearness(profile.conditions, costs, period_s)
         return replace(profile, prices=profile.prices.times(factor))
 
-    def _own_encoding(self, steps: MeasuredSteps, labels: Sequence[str]) -> list[float]:
+    def _own_encoding(self, units: Sequence[Parts], labels: Sequence[str]) -> list[float]:
         """Seconds that the candidates in force encode in every unit, which delays the gradients behind it."""
         found = []
-        for label, names in zip(labels, steps.units, strict=True):
-            numel = sum(self.reducer.parameters[name].numel for name in names)
-            line = self.work[label].encode
-            found.append(line.latency_s + line.per_byte_s * numel)
+        waiting = iter(labels)
+        for parts in units:
+            own = list(zip(parts, waiting, strict=False))
+            starts = [
+                self.work[label].encode.latency_s for label, _ in groupby(one for _, one in own)
+            ]
+            found.append(sum(starts) + sum(self._encoding_s(*one) for one in own))
         return found
+
+    def _encoding_s(self, names: Sequence[str], label: str) -> float:
+        numel = sum(self.reducer.parameters[name].numel for name in names)
+        return self.work[label].encode.per_byte_s * numel
 
     def predictor(
         self, profile: Profile, candidates: Sequence[Candidate] | None = None

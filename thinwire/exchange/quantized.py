@@ -4,8 +4,7 @@
 2. Rank p adds what it got in float32, rank 0's first.
 3. Rank p quantises the sums once more, and all ranks gather them.
 
-What (1) loses stays in the sender's memory, what (3) loses in the owner's. In the scale of an optimizer, with a finer code for sums, a
-rank quantises its own blocks like the others: (3) then loses little, and all ranks count alike. With hosts of several ranks, the ranks of a host first add
+What (1) loses stays in the sender's memory, what (3) loses in the owner's. With hosts of several ranks, the ranks of a host first add
 up their gradients in full precision, each the blocks of the owners with its own number on every host; between hosts it then goes on as
 above, and inside them the coded sums are gathered.
 """
@@ -126,10 +125,11 @@ class QuantizedSum:
         """Sum `account.c` over ranks; what is not sent of it stays there. `counts` are the slots' exchanges so far.
 
         With a `divisor` (positive, the same on all ranks, in the group's layout) c / divisor is quantised. With a `limit`, in
-        these units, what a rank sends of an element is cut to it, and what an owner adds up to as many times the limit as there
-        are ranks; the rest stays as well. Of an owner's own part see `cuts_own`.
+        these units, what a rank sends of an element is cut to it, what a host of several sends to as many times the limit, and
+        what an owner adds up to as many times as there are ranks; the rest stays as well. Of an owner's own part see `cuts_own`.
         """
         c = account.c
+        most = None if limit is None else limit * self.per_host
         self._count(counts)
         blocks = self.owned.cut(c)
         divisors = None if divisor is None else self.owned.cut(divisor)
@@ -140,10 +140,9 @@ class QuantizedSum:
             before = c.clone()
             blocks, flags = yield from self._sum_inside(blocks, flags)
             c.zero_()
-        sent = SentBlocks(self, blocks, self._encode(blocks, by_team, limit), by_team)
+        sent = SentBlocks(self, blocks, self._encode(blocks, by_team, most), by_team)
         account.write_off_all(sent if self.per_host == 1 else SentInside(before, account))
         left = blocks - sent.decoded()
-        own_left = left[self.peer].clone()
         left[self.peer] = blocks[self.peer]
         self.owned.write(left, c, self.team)
         words = torch.cat([flags.had_gradient, flags.non_finite[None]])
@@ -155,7 +154,7 @@ class QuantizedSum:
         if own_divisor is not None:
             own = own / own_divisor
             if self.cuts_own:
-                own = own if limit is None else own.clamp(-limit, limit)
+                own = own if most is None else own.clamp(-most, most)
                 refused = blocks[self.peer] - own * own_divisor
         total = self._add_up(coded, own)
         overflow = ~total.isfinite().all()
@@ -273,9 +272,8 @@ class QuantizedSum:
     def _add_up(self, coded: Coded, own: Tensor) -> Tensor:
         """In rank order, this rank's own blocks as they are given."""
         rows = list(self.quantizer.decode(coded).unbind(0))
-        if own is not None:
-            rows[self.peer] = own
-        total = rows[0].to(self.group.dtype, copy=True)
+        rows[self.peer] = own
+        total = rows[0].to(own.dtype, copy=True)
         for row in rows[1:]:
             total += row
         return total

@@ -81,10 +81,6 @@ class Quantized(Method):
         return min(self.quantizer.bits, self.sum_quantizer.bits) >= 4
 
     def in_scale(self, memory: Memory) -> Method:
-        if self.per_host is not None:
-            raise UsageError(
-                f"per_host is {self.per_host!r}; in the scale of an optimizer it must be None"
-            )
         return replace(self, memory=memory)
 
     def without_memory(self) -> Method:

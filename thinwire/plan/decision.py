@@ -98,6 +98,9 @@ class Predictor:
         self._find_rounds = find_rounds
         self._world = profile.world if world is None else world
         self._sizes = [sum(i.numel for i in profile.infos(unit)) for unit in profile.units]
+        self._mates = [len(unit) for unit in self.conditions.units for _ in unit]
+        """How many are encoded as one with every unit, itself included."""
+        self._kinds = {label: number for number, label in enumerate(self.candidates)}
         self._levels = {
             label: [self._level(index, candidate) for index in range(len(self._sizes))]
             for label, candidate in self.candidates.items()
@@ -118,8 +121,18 @@ class Predictor:
             seconds += (self._prices.seconds(more) - seconds) / every
             sent += (sent_bytes(more) - sent) / every
         work = self.profile.work[candidate.label]
-        encode, decode = work.at(numel, self._world, self.profile.world, self.profile.sharing)
-        cost = Cost(encode, seconds, decode, self._prices.latencies(rounds), sent)
+        encode, decode = work.per_element(
+            numel, self._world, self.profile.world, self.profile.sharing
+        )
+        cost = Cost(
+            encode,
+            seconds,
+            decode + work.decode.latency_s / self._mates[index],
+            self._prices.latencies(rounds),
+            sent,
+            work.encode.latency_s,
+            self._kinds[candidate.label],
+        )
         weight = numel / max(1, sum(self._sizes))
         return Level(cost, weight * candidate.kept(unit.curve)), sent
 

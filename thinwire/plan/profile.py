@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,20 @@ from thinwire.plan.candidates import EnergyCurve
 from thinwire.plan.prices import Line, MeasuredPrices
 from thinwire.plan.step_model import Conditions
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Buckets that are encoded together, as one: what the reducer's `merge_bytes` made of DDP's."""
+    """What is decided about alike: one of DDP's buckets, or a part of the last one."""
 
     names: tuple[str, ...]
     """Its parameters."""
     ready_s: float
-    """When its gradient is there, from the moment at which the first unit's is."""
+    """When its gradient is there, and that of all that is encoded with it, from the moment at which the first unit's is."""
     curve: EnergyCurve
+    with_next: bool = False
+    """Whether the next unit is encoded with it, as one: what the reducer's `merge_bytes` made of DDP's buckets."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,16 @@ class WorkCost:
     per_worker_s: float
     """What decoding takes longer for every further worker, by element."""
 
-    def at(
-        self, numel: int, world: int, measured_world: int, sharing: int = 1
+    def per_element(
+        self, numel: int, world: int, measured_world: int, sharing: int
     ) -> tuple[float, float]:
-        """(encoding, decoding) of so many elements.
+        """(encoding, decoding) of so many elements, without what even the smallest bucket takes.
 
-        What a device has to do for each takes as many times as long as workers are `sharing` it; what the host needs before, and
-        any smallest bucket takes, does not.
+        It takes as many times as long as workers are `sharing` a device. What the host needs before does not.
         """
         more = (world - measured_world) * self.per_worker_s
-        per_element = max(0.0, self.decode.per_byte_s + more)
-        encode = self.encode.latency_s + sharing * self.encode.per_byte_s * numel
-        return encode, self.decode.latency_s + sharing * per_element * numel
+        decode = max(0.0, self.decode.per_byte_s + more)
+        return sharing * self.encode.per_byte_s * numel, sharing * decode * numel
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,20 @@ class Profile:
 
     @property
     def conditions(self) -> Conditions:
-        ready = tuple(unit.ready_s for unit in self.units)
-        return Conditions(ready, self.rest_s, self.decode_on_link, self.coalesce_bytes)
+        return Conditions(
+            tuple(unit.ready_s for unit in self.units),
+            self.rest_s,
+            self.decode_on_link,
+            self.coalesce_bytes,
+            tuple(unit.with_next for unit in self.units),
+        )
+
+    @cached_property
+    def _by_name(self) -> dict[str, ParameterInfo]:
+        return {info.name: info for info in self.parameters}
 
     def infos(self, unit: Unit) -> list[ParameterInfo]:
-        by_name = {info.name: info for info in self.parameters}
-        return [by_name[name] for name in unit.names]
+        return [self._by_name[name] for name in unit.names]
 
     def to_json(self) -> str:
         prices = (
@@ -94,7 +103,7 @@ class Profile:
             "version": PROFILE_VERSION,
             "world": self.world,
             "device": self.device,
-            "units": [[list(u.names), u.ready_s, u.curve.points] for u in self.units],
+            "units": [[list(u.names), u.ready_s, u.curve.points, u.with_next] for u in self.units],
             "rest_s": self.rest_s,
             "sharing": self.sharing,
             "decode_on_link": self.decode_on_link,
@@ -120,8 +129,8 @@ class Profile:
             content["world"],
             content["device"],
             tuple(
-                Unit(tuple(names), ready, EnergyCurve(tuple((a, b) for a, b in points)))
-                for names, ready, points in content["units"]
+                Unit(tuple(names), ready, EnergyCurve(tuple((a, b) for a, b in points)), joined)
+                for names, ready, points, joined in content["units"]
             ),
             content["rest_s"],
             content["sharing"],

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from thinwire.plan.step_model import Conditions, Cost
+from thinwire.plan.step_model import Conditions, Cost, join_costs
 
 TIME_GRAIN = 1e-9
 """Seconds: sums in another order differ by less."""
 MOST_LABELS = 128
 """Beyond so many, neighbours on the front are thinned out. Real models need a few dozen; the result is then near the best."""
 
-DELAY, FREE, DECODED, LAST_DECODE, LATENCY, TRANSFER, KEPT, BYTES = range(8)
-"""Rows of the labels. Latency, transfer and bytes are of what waits for later buckets."""
+DELAY, FREE, DECODED, LAST_DECODE, LATENCY, TRANSFER, KEPT, BYTES, KIND = range(9)
+"""Rows of the labels. Latency, transfer and bytes are of what waits for later buckets; so is the kind of the last one, if the next one
+is encoded with it."""
+NO_KIND = -1.0
 
 
 @dataclass(frozen=True)
@@ -44,44 +46,74 @@ class Found:
     kept: float
 
 
-def find_fastest(conditions: Conditions, levels: Sequence[Sequence[Level]]) -> Found:
+Levels = Sequence[Sequence[Level]]
+"""By bucket, those that it can have; of all buckets alike."""
+
+
+def find_fastest(conditions: Conditions, levels: Levels) -> Found:
     """The choice with the shortest step; of several the one that keeps most."""
     timed = [[Level(level.cost, 0.0) for level in bucket] for bucket in levels]
-    fastest = min(found.step_s for found in _trade_offs(conditions, timed, math.inf))
-    in_time = _trade_offs(conditions, levels, fastest)
+    fastest = min(_search(conditions, timed, math.inf), key=lambda found: found.step_s)
     # Thinned out, the front may have lost it.
-    return _most_kept(in_time or _trade_offs(conditions, levels, math.inf))
+    kept = sum(bucket[number].kept for bucket, number in zip(levels, fastest.choice, strict=True))
+    in_time = _search(conditions, levels, fastest.step_s)
+    return _most_kept([*in_time, replace(fastest, kept=kept)])
 
 
-def find_best(
-    conditions: Conditions, levels: Sequence[Sequence[Level]], deadline_s: float
-) -> Found:
+def find_best(conditions: Conditions, levels: Levels, deadline_s: float) -> Found:
     """The choice that keeps most among those whose step takes no longer than `deadline_s`; of several the fastest.
 
     If no choice is fast enough, the fastest.
     """
-    in_time = _trade_offs(conditions, levels, deadline_s)
+    in_time = _search(conditions, levels, deadline_s)
     return _most_kept(in_time) if in_time else find_fastest(conditions, levels)
+
+
+def _search(conditions: Conditions, levels: Levels, deadline_s: float) -> list[Found]:
+    """The best trade-offs in time. Where buckets are encoded as one, those in which these are alike are looked for apart, too:
+    among all that there are then, thinning out may lose them."""
+    found = _trade_offs(conditions, levels, deadline_s)
+    if not any(conditions.with_next):
+        return found
+    units = conditions.units
+    joined = [
+        [
+            Level(join_costs([one.cost for one in alike]), sum(one.kept for one in alike))
+            for alike in zip(*(levels[index] for index in unit), strict=True)
+        ]
+        for unit in units
+    ]
+    return found + [
+        replace(
+            one,
+            choice=tuple(
+                number for unit, number in zip(units, one.choice, strict=True) for _ in unit
+            ),
+        )
+        for one in _trade_offs(conditions.of_units(), joined, deadline_s)
+    ]
 
 
 def _most_kept(found: Sequence[Found]) -> Found:
     return min(found, key=lambda one: (-one.kept, one.step_s))
 
 
-def _trade_offs(
-    conditions: Conditions, levels: Sequence[Sequence[Level]], deadline_s: float
-) -> list[Found]:
+def _trade_offs(conditions: Conditions, levels: Levels, deadline_s: float) -> list[Found]:
     """Every choice in time that no other one beats in all respects."""
     latest = deadline_s - conditions.rest_s + TIME_GRAIN
     charged = [[(conditions.charge(one.cost), one.kept) for one in bucket] for bucket in levels]
     enough = conditions.coalesce_bytes
-    least = _least_to_come(conditions.ready_s, charged, alone=enough == 0)
-    labels = torch.zeros(8, 1, dtype=torch.float64)
+    least = _least_to_come(conditions, charged)
+    labels = torch.zeros(9, 1, dtype=torch.float64)
+    labels[KIND] = NO_KIND
     origins: list[Tensor] = []
     """Per bucket: [2, labels], the label before and the level taken."""
     for ready, options, coming in zip(conditions.ready_s, charged, least, strict=True):
-        is_last = len(origins) == len(charged) - 1
-        grown = _extend(labels, ready, options, 0.0 if is_last else enough)
+        index = len(origins)
+        grown = _extend(labels, options, enough)
+        if not conditions.leaves_with_next(index):
+            _send(grown, ready, 0.0 if index == len(charged) - 1 else enough)
+            grown[KIND] = NO_KIND
         count = labels.shape[1]
         origin = torch.stack(
             [
@@ -103,26 +135,29 @@ def _trade_offs(
     ]
 
 
-def _extend(
-    labels: Tensor, ready: float, options: Sequence[tuple[Cost, float]], enough: float
-) -> Tensor:
-    """[8, options x labels]: every label with every option for the next bucket. What sends `enough` bytes leaves with it."""
+def _extend(labels: Tensor, options: Sequence[tuple[Cost, float]], enough: float) -> Tensor:
+    """[9, options x labels]: every label with every option for the next bucket. Beyond `enough` bytes it does not matter how many wait."""
     grown = []
     for cost, kept in options:
         new = labels.clone()
-        new[DELAY] += cost.encode_s
+        new[DELAY] += cost.encode_s + cost.start_s * (labels[KIND] != cost.kind)
+        new[KIND] = cost.kind
         new[DECODED] += cost.decode_s
         new[LAST_DECODE] = cost.decode_s
         new[KEPT] += kept
         new[LATENCY] = labels[LATENCY].clamp(min=cost.latency_s)
         new[TRANSFER] += cost.exchange_s - cost.latency_s
-        new[BYTES] += cost.sent_bytes
-        leaves = new[BYTES] >= enough
-        sent = torch.maximum(new[FREE], ready + new[DELAY])
-        new[FREE] = torch.where(leaves, sent + new[LATENCY] + new[TRANSFER], new[FREE])
-        new[[LATENCY, TRANSFER, BYTES]] *= ~leaves
+        new[BYTES] = (labels[BYTES] + cost.sent_bytes).clamp(max=enough)
         grown.append(new)
     return torch.cat(grown, dim=1)
+
+
+def _send(labels: Tensor, ready: float, enough: float) -> None:
+    """What waits leaves, in place, where it sends `enough` bytes."""
+    leaves = labels[BYTES] >= enough
+    sent = torch.maximum(labels[FREE], ready + labels[DELAY])
+    labels[FREE] = torch.where(leaves, sent + labels[LATENCY] + labels[TRANSFER], labels[FREE])
+    labels[[LATENCY, TRANSFER, BYTES]] *= ~leaves
 
 
 def _trace(origins: Sequence[Tensor], index: int) -> tuple[int, ...]:
@@ -154,16 +189,18 @@ class LeastToCome:
 
 
 def _least_to_come(
-    ready: Sequence[float], charged: Sequence[Sequence[tuple[Cost, float]]], *, alone: bool
+    conditions: Conditions, charged: Sequence[Sequence[tuple[Cost, float]]]
 ) -> list[LeastToCome]:
-    """For every bucket, what those behind it add at least; a latency only if each travels `alone`."""
+    """For every bucket, what those behind it add at least; a start and a latency only where each is by itself."""
+    ready, encoded_alone = conditions.ready_s, not any(conditions.with_next)
+    sent_alone = encoded_alone and conditions.coalesce_bytes == 0
     exchange = encode = decode = 0.0
     tail = -math.inf
     found: list[LeastToCome] = []
     for moment, options in zip(reversed(ready), reversed(charged), strict=True):
         found.insert(0, LeastToCome(exchange, tail, encode, decode, ready[-1]))
-        least_encode = min(cost.encode_s for cost, _ in options)
-        exchange += min(cost.exchange_s - (0 if alone else cost.latency_s) for cost, _ in options)
+        least_encode = min(c.encode_s + encoded_alone * c.start_s for c, _ in options)
+        exchange += min(c.exchange_s - (not sent_alone) * c.latency_s for c, _ in options)
         tail = least_encode + max(tail, moment + exchange)
         encode += least_encode
         decode += min(cost.decode_s for cost, _ in options)
@@ -173,9 +210,10 @@ def _least_to_come(
 def _front(labels: Tensor, ends: Tensor, latest: float) -> Tensor:
     """Indices of the labels in time that no other one beats or equals in all respects; of equals the first."""
     candidates = (ends <= latest).nonzero()[:, 0]
-    times, kept, waiting = (labels[rows, candidates] for rows in (slice(KEPT), KEPT, BYTES))
+    times, kept = (labels[rows, candidates] for rows in (slice(KEPT), KEPT))
     no_worse = (times[:, :, None] <= times[:, None, :]).all(0) & (kept[:, None] >= kept[None, :])
-    no_worse &= waiting[:, None] == waiting[None, :]
+    for same in labels[[BYTES, KIND]][:, candidates]:
+        no_worse &= same[:, None] == same[None, :]
     order = torch.arange(len(candidates))
     beats = no_worse & (~no_worse.T | (order[:, None] < order[None, :]))
     front = candidates[~beats.any(0)]

@@ -6,8 +6,9 @@
 
 Where the thread that communicates also decodes (gloo), c_i becomes c_i + d_i and the sums of d vanish.
 
-A bucket here is a unit: DDP's buckets that were encoded as one, as the reducer's `merge_bytes` says. Units that send little
-travel together: they wait until they send `coalesce_bytes`, leave when the last of them is encoded, and pay one latency.
+Buckets that are encoded as one, as the reducer's `merge_bytes` says, are ready at the same moment and leave together; neighbours
+among them that are encoded alike share what the host does for each. Others leave together, too, if they send little: they wait until
+they send `coalesce_bytes`, leave when the last of them is encoded, and pay one latency.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class Cost:
     latency_s: float = 0.0
     """The part of the exchange that buckets which travel together pay once."""
     sent_bytes: float = 0.0
+    start_s: float = 0.0
+    """What encoding takes beside, once for neighbours of one kind that are encoded as one."""
+    kind: int = 0
+    """Which method it is."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,22 @@ class Conditions:
     """Whether the thread that communicates decodes as well."""
     coalesce_bytes: float = 0.0
     """Buckets wait for each other until together they send so much, or until the last one is there."""
+    with_next: tuple[bool, ...] = ()
+    """Whether each bucket is encoded with the next one, and leaves with it; empty if none is."""
+
+    def leaves_with_next(self, index: int) -> bool:
+        return bool(self.with_next) and self.with_next[index]
+
+    @property
+    def units(self) -> list[range]:
+        """Which buckets are encoded as one."""
+        ends = [i + 1 for i in range(len(self.ready_s)) if not self.leaves_with_next(i)]
+        return [range(first, end) for first, end in pairwise([0, *ends])]
+
+    def of_units(self) -> Conditions:
+        """The same where nobody looks into what is encoded as one."""
+        ready = tuple(self.ready_s[unit[-1]] for unit in self.units)
+        return replace(self, ready_s=ready, with_next=())
 
     @property
     def silent_s(self) -> float:
@@ -85,11 +107,17 @@ def predict_step(conditions: Conditions, costs: Sequence[Cost]) -> StepPredictio
     spans: list[BucketSpan] = []
     waiting: list[tuple[float, float, Cost]] = []
     delay = free = decoding = last_decode = 0.0
+    kind: int | None = None
     for ready, cost in zip(conditions.ready_s, map(conditions.charge, costs), strict=True):
-        delay += cost.encode_s
+        delay += cost.encode_s + (cost.start_s if cost.kind != kind else 0.0)
         decoding, last_decode = decoding + last_decode, cost.decode_s
         waiting.append((ready, ready + delay, cost))
-        is_last = len(spans) + len(waiting) == len(costs)
+        index = len(spans) + len(waiting) - 1
+        if conditions.leaves_with_next(index):
+            kind = cost.kind
+            continue
+        kind = None
+        is_last = index == len(costs) - 1
         if is_last or sum(one.sent_bytes for *_, one in waiting) >= conditions.coalesce_bytes:
             sent = max(free, ready + delay)
             free = sent + exchange_together([one for *_, one in waiting])
@@ -97,6 +125,18 @@ def predict_step(conditions: Conditions, costs: Sequence[Cost]) -> StepPredictio
             waiting = []
     ended = max(free, spans[-1].encoded + decoding) + last_decode
     return StepPrediction(ended + conditions.rest_s, conditions.silent_s, tuple(spans))
+
+
+def join_costs(costs: Sequence[Cost]) -> Cost:
+    """Of buckets that are encoded as one and alike."""
+    return replace(
+        costs[0],
+        encode_s=sum(cost.encode_s for cost in costs),
+        exchange_s=exchange_together(costs),
+        decode_s=sum(cost.decode_s for cost in costs),
+        latency_s=max(cost.latency_s for cost in costs),
+        sent_bytes=sum(cost.sent_bytes for cost in costs),
+    )
 
 
 def exchange_together(costs: Sequence[Cost]) -> float:

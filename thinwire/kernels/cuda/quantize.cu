@@ -64,8 +64,7 @@ static __device__ __forceinline__ void compensate_blocks(
     }
 }
 
-// Quantise and pack c of this warp's blocks, and write what is left to memory. Blocks of this rank's own are kept as they are, in `own`;
-// with CODES_OWN they have codes as well.
+// Quantise and pack c of this warp's blocks, and write what is left to memory. Blocks of this rank's own are kept as they are, in `own`.
 static __device__ __forceinline__ void send_blocks(
     float (&x)[AHEAD][EACH], float (&divisors)[AHEAD][EACH], float* memory, u8* offer, float* own, const QuantPiece& piece,
     const AdamScale& scale, int seed, const MessageForm& form, bool owned) {
@@ -76,7 +75,7 @@ static __device__ __forceinline__ void send_blocks(
         if (at >= piece.count) break;
         if (owned) {
             store_floats(own + (i64)block * BLOCK + EACH * lane, true, EACH, x[a]);
-            if (!CODES_OWN) continue;
+            continue;
         }
         scale.find_divisors(divisors[a]);
         float offered[EACH], values[EACH];
@@ -86,8 +85,6 @@ static __device__ __forceinline__ void send_blocks(
             offered, min(BLOCK, piece.count - at), scale.most_sent(), seed, piece.place + at, offer + (i64)piece.owner * form.row, form,
             block, values);
 #if KEEPS
-        // Of its own, the sums tell.
-        if (owned) continue;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) x[a][i] = __fsub_rn(x[a][i], scale.multiply(values[i], divisors[a][i]));
         store_floats(memory + piece.memory + at + EACH * lane, true, room, x[a]);
@@ -135,7 +132,7 @@ extern "C" __global__ __launch_bounds__(PIECE_THREADS) void quantize_send(
     const AdamScale scale = SCALE_OF_GROUP;
     const bool owned = piece.owner == rank;
     float x[AHEAD][EACH], divisors[AHEAD][EACH];
-    if (CODES_OWN || !owned) load_scale(scale, piece, divisors);
+    if (!owned) load_scale(scale, piece, divisors);
     bool had = false, bad = false;
     compensate_blocks(bucket, before, piece, *ratio, of_group, x, had, bad);
     const int seed = seed_of_slot(seeds, steps, piece.slot, rank);
@@ -179,7 +176,7 @@ extern "C" __global__ __launch_bounds__(PIECE_THREADS) void quantize_send_collec
         const int at = first + a * BLOCK;
         load_floats(memory + piece.memory + at + EACH * lane, true, lane_room(piece, at), x[a]);
     }
-    if (CODES_OWN || !owned) load_scale(scale, piece, divisors);
+    if (!owned) load_scale(scale, piece, divisors);
     const int seed = seed_of_slot(seeds, steps, piece.slot, rank);
     send_blocks(x, divisors, memory, offer, own, piece, scale, seed, form, owned);
 }
@@ -227,7 +224,7 @@ extern "C" __global__ __launch_bounds__(PIECE_THREADS) void quantize_sum(
         for (int a = 0; a < AHEAD; ++a) {
             const int at = min(first + a * BLOCK, piece.count - 1) / BLOCK * BLOCK;
             float values[EACH];
-            if (!CODES_OWN && from == rank) {
+            if (from == rank) {
 #pragma unroll
                 for (int i = 0; i < EACH; ++i) values[i] = scale.own_part(c[a][i], divisors[a][i]);
             } else {
@@ -253,7 +250,6 @@ extern "C" __global__ __launch_bounds__(PIECE_THREADS) void quantize_sum(
             total[a], min(BLOCK, piece.count - at), scale.most_of_sums(), seed, piece.place + at, sums, sums_form,
             piece.block + at / BLOCK, values);
 #if KEEPS
-        float left[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const float left = scale.multiply(__fsub_rn(total[a][i], values[i]), divisors[a][i]);
