@@ -14,7 +14,9 @@ from thinwire.tools.launch_files import KINDS
 
 SCRIPT = """
 import os, sys
-print(os.environ["RANK"], os.environ["WORLD_SIZE"], *sys.argv[1:])
+# In one piece: two workers write to the same pipe.
+words = [os.environ["RANK"], os.environ["WORLD_SIZE"], *sys.argv[1:]]
+sys.stdout.write(" ".join(words) + "\\n")
 """
 TRAINING = """
 import os, sys
