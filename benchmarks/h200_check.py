@@ -92,9 +92,7 @@ def parse() -> argparse.Namespace:
 # -- pytest ------------------------------------------------------------------------------------------------------------
 
 
-def run_pytest(
-    options: argparse.Namespace, limit: float, say: Callable[[str], None]
-) -> dict[str, Any]:
+def run_pytest(options: argparse.Namespace, limit: float) -> dict[str, Any]:
     if importlib.util.find_spec("pytest") is None:
         return {"status": "not run", "summary": "pytest is not installed here"}
     with tempfile.TemporaryDirectory() as name:
@@ -404,7 +402,7 @@ def run_stage(
     mark = time.monotonic()
     try:
         if stage == "pytest":
-            result = run_pytest(options, limit, say)
+            result = run_pytest(options, limit)
         elif stage == "compress":
             hosts.close()  # nothing else may use the GPU while it is measured
             result = run_compress(options, limit, say)

@@ -320,10 +320,14 @@ class Handle:
         )
 
     def _load(self, find: Callable[[], dict[str, Any]], on_world_change: str | None) -> None:
-        """Load what `find` returns, if all ranks have found something of the same step."""
-        content = checkpoint.find_together(self.reducer.driver, find, self._form)
-        # Refused before anything is changed.
-        self.reducer.assignments.check(content)
+        """Load what `find` returns, if all ranks have found something of the same step that fits."""
+
+        def find_fitting() -> dict[str, Any]:
+            content = find()
+            self.reducer.assignments.check(content)
+            return content
+
+        content = checkpoint.find_together(self.reducer.driver, find_fitting, self._form)
         self.steering.before_load(content, reset=on_world_change == "reset")
         self.reducer.load_state_dict(content)
         self.steering.after_load(content)

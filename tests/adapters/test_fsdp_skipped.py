@@ -95,6 +95,49 @@ def test_a_discarded_step_of_several_backwards_leaves_no_trace(sharded, shape, m
     sharded.run(discard_job, shape, method)
 
 
+def fused_job(rank: int, world: int) -> None:
+    """Torch does not count what a fused optimizer writes, and gradients that are made zero stay."""
+    model = make_model(make_mesh(2, 2))
+    handle = tw.attach(model, sparse(), skippable=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    names = [row.info.name for row in handle.plan() if not row.dense]
+    for step in range(3):
+        held = {name: handle.residual(name) for name in names}
+        loss_of(model, batch(rank, step)).backward()
+        if step < 2:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    handle.discard_step()
+    assert all(torch.equal(handle.residual(name), held[name]) for name in names)
+    handle.close()
+
+
+def test_what_an_optimizer_took_is_no_part_of_the_step_that_follows(sharded):
+    sharded.run(fused_job)
+
+
+def switched_job(rank: int, world: int) -> None:
+    """Another method between two backwards of a step."""
+    model = make_model(make_mesh(2, 2))
+    handle = tw.attach(model, sparse(), skippable=True)
+    optimizer = train(model, 2)
+    names = [row.info.name for row in handle.plan() if not row.dense]
+    loss_of(model, batch(rank, 2)).backward()
+    handle.switch(tw.TopK(density=0.1, dense_fallback=False))
+    loss_of(model, batch(rank, 3)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    held = {name: handle.residual(name) for name in names}
+    loss_of(model, batch(rank, 4)).backward()
+    handle.discard_step()
+    assert all(torch.equal(handle.residual(name), held[name]) for name in names)
+    handle.close()
+
+
+def test_a_switch_between_two_backwards_is_forgotten_with_their_step(sharded):
+    sharded.run(switched_job)
+
+
 class Stop(Exception):
     pass
 

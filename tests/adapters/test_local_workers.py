@@ -23,6 +23,7 @@ def come_late(rank, world, method, settings):
     model = nn.Sequential(*make_models(1)[0], nn.BatchNorm1d(8))
     with torch.no_grad():
         model[0].bias.add_(rank)
+        model[2].bias.requires_grad_(False).add_(rank)
     optimizer = sgd(model)
     settings = {"every": 2, "deterministic": True, **settings}
     if rank == 0:

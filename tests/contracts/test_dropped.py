@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,11 @@ def behind_job(rank: int, world: int, adapter: str, name: str) -> list[str]:
     states = []
     train(module, optimizer, batches(rank, 3), lambda _: states.append(handle.state_dict()))
     said = []
-    for state in (states[-1 - rank], states[-1] if rank == 0 else {"version": 99}):
+    of_another_model = deepcopy(states[-1])
+    if rank == 1:
+        of_another_model["ranks"]["rank1"]["memory"]["residual"]["other"] = torch.zeros(1)
+    other = states[-1] if rank == 0 else {"version": 99}
+    for state in (states[-1 - rank], other, of_another_model):
         with pytest.raises((tw.ExchangeError, tw.UsageError)) as caught:
             handle.load_state_dict(state)
         said.append(str(caught.value))
@@ -133,3 +138,5 @@ def test_a_rank_that_is_a_step_behind_is_refused_everywhere(pools, name):
     assert "the step of the state differs between ranks: rank 0 has 3, rank 1 has 2" in mine[0]
     assert "rank 1 has a state that it cannot load" in mine[1]
     assert "version 99" in theirs[1]
+    assert "rank 1 has a state that it cannot load" in mine[2]
+    assert "state holds parameter 'other'" in theirs[2]

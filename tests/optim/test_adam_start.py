@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import nn
@@ -23,6 +25,8 @@ from tests.optim.adam_job import (
     train_plain,
 )
 from thinwire.errors import UsageError
+from thinwire.exchange.requests import Place
+from thinwire.optim.settling import SettlingWatch
 
 
 def test_a_trained_optimizer_may_start_at_once() -> None:
@@ -94,6 +98,15 @@ def test_the_dense_start_ends_at_the_latest_with_a_warning(caplog) -> None:
     assert len([one for one in caplog.records if "not settled" in one.message]) == 1
     with pytest.raises(UsageError, match="at_most is 3"):
         tw.Settled(at_least=4, at_most=3)
+
+
+def test_a_worker_that_came_a_moment_ago_takes_part_in_the_agreement() -> None:
+    """Windows of 13 steps, which are looked at in every second: it has seen nothing before the last of them."""
+    driver = Mock(place=Place(1, 2))
+    driver.run.return_value = torch.tensor(1.0)
+    rule = tw.Settled(steps=13, at_least=13)
+    assert not SettlingWatch().has_settled(rule, lambda: torch.ones(3), 13, driver)
+    driver.run.assert_called_once()
 
 
 def test_the_first_refresh_comes_late() -> None:

@@ -175,7 +175,7 @@ class DdpHook:
             self._stand_aside(joined=task == -1)
             return self.handle.reducer.driver.new_future()
         if task != self._task:
-            self._task = task
+            self._task, self._complete = task, False
             Variable._execution_engine.queue_callback(self._end_backward)
         return HookFuture(flat, self._keep_error)
 

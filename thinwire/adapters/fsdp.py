@@ -14,7 +14,8 @@ now        somebody reads or divides them before that: the exchange ends first
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.futures import Future
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from thinwire.adapters.checks import check_parameters
 from thinwire.adapters.fsdp_state import make_form
@@ -197,12 +199,15 @@ class FsdpHook:
         """Those that were answered in the step that is under way."""
         self._adds_up = False
         """Whether its gradients are added to those of the step before it, so that an optimizer takes both or neither."""
+        self._taken = False
+        """Whether an optimizer has stepped since the last backward."""
         self._pending: list[Pending] = []
         self._tasks: set[int] = set()
         """Autograd's numbers of the backwards that are running, nested ones included."""
         setattr(model, HOOK, self)
         handle.on_close(lambda: delattr(model, HOOK))
         handle.on_close(model.register_forward_pre_hook(self._begin_forward, prepend=True).remove)
+        handle.on_close(self._watch_optimizers())
         for unit in units:
             self._connect(unit)
         handle.movable(partial(self._find_group, units))
@@ -215,6 +220,26 @@ class FsdpHook:
             return
         assert isinstance(unit.module, FSDPModule)
         unit.module.set_all_reduce_hook(partial(self._on_reduced, unit))
+
+    def _watch_optimizers(self) -> Callable[[], None]:
+        """Be told of every step of any optimizer; returns what ends it.
+
+        What writes to all parameters at once, as fused optimizers do, leaves no count of it at the parameters.
+        """
+        note_step = weakref.WeakMethod(self._note_step)
+
+        @opaque
+        def told(*_: Any) -> None:
+            note = note_step()
+            if note is not None:
+                note()
+
+        remover = register_optimizer_step_post_hook(told)
+        weakref.finalize(self, remover.remove)
+        return remover.remove
+
+    def _note_step(self) -> None:
+        self._taken = True
 
     @opaque
     def _on_reduced(self, unit: Unit, flat: Tensor) -> None:
@@ -257,7 +282,7 @@ class FsdpHook:
         self._enter_backward(unit)
         reducer = self.handle.reducer
         if not self._units:
-            self._adds_up = unit.adds_up()
+            self._adds_up = unit.adds_up() and not self._taken
             if self._adds_up:
                 reducer.go_on()
         self._units.append(unit)
@@ -325,6 +350,7 @@ class FsdpHook:
             self._share_verdict(units)
         for unit in units:
             unit.delivered()
+        self._taken = False
 
     def _share_verdict(self, units: Sequence[Unit]) -> None:
         """A gradient that is not finite in one shard is seen by the ranks that hold the others: one word per step.

@@ -7,6 +7,7 @@ Language Models" (2023), and "Streaming DiLoCo with overlapping communication" (
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -208,8 +209,8 @@ class LocalSteps(LocalRounds):
     def join(self) -> None:
         """Go on from where the others are: a rank that has come to a group that others moved to calls it while they call `regroup`.
 
-        It takes over the common point, the outer optimizer's state, buffers, counters and what was learned. It holds nothing back,
-        and its inner optimizer is as it was made.
+        It takes over the common point, the outer optimizer's state, buffers, frozen parameters, counters and what was learned. It
+        holds nothing back, and its inner optimizer is as it was made.
         """
         forget_gathered(self._module)
         self.handle.join()
@@ -228,8 +229,9 @@ class LocalSteps(LocalRounds):
         own = to_bytes({**self._counters(), "outer": self.outer.state_dict()})
         received = from_bytes(driver.broadcast(own, source))
         self.point.share(root, self._group)
-        for buffer in self._module.buffers():
-            broadcast_into(buffer if behind else buffer.clone(), root, self._group)
+        frozen = (p for p in self._module.parameters() if not p.requires_grad)
+        for value in map(local_part, chain(self._module.buffers(), frozen)):
+            broadcast_into(value if behind else value.clone(), root, self._group)
         if behind:
             self._count_from(received)
             self.outer.load_state_dict(received["outer"])

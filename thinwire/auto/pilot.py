@@ -25,7 +25,7 @@ from thinwire.plan.advice import Advice, make_advice
 from thinwire.plan.candidates import Candidate
 from thinwire.plan.decision import Decision, Predictor, as_settings, describe
 from thinwire.plan.policy import Rule
-from thinwire.plan.profile import Profile, Unit
+from thinwire.plan.profile import PROFILE_VERSION, Profile, Unit
 
 logger = logging.getLogger(__name__)
 
@@ -308,7 +308,8 @@ class Pilot:
         # The same on all shards, which may have parts of unequal size: a distributed checkpoint keeps one decision for them.
         shapes = [(info.name, info.full_shape) for info in self._reducer.parameters.values()]
         world, kind = self._council.place.world, self._reducer.device.type
-        facts = (world, kind, sorted(self.candidates), shapes, *self._council.shards)
+        candidates = sorted(self.candidates)
+        facts = (PROFILE_VERSION, world, kind, candidates, shapes, *self._council.shards)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def state(self) -> str:

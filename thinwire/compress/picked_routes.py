@@ -35,9 +35,10 @@ class PickedRoute(Route):
 
     backend = "CUDA kernels, then torch"
 
-    def __init__(self, task: SparseTask) -> None:
+    def __init__(self, task: SparseTask, objection: str | None = None) -> None:
+        """With the reason why kernels do not do the exchange too, if there are some."""
         super().__init__(task.group, task.slot_bytes, task.entries)
-        self.task = task
+        self.task, self.objection = task, objection
         self.gathered_bytes, self.gathered_after = task.gathered()
         # Exact values: the exchange rounds what it sends.
         self.codec = Codec(task.codec.table, VALUE_CODES["fp32"], INDEX_CODES["int32"])

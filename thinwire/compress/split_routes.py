@@ -26,11 +26,7 @@ from thinwire.memory.store import Binding
 def split_route(task: SparseTask) -> Route:
     """All by kernels where they know how, else memory and selection."""
     reason = reason_against_kernels(task)
-    if reason is None:
-        return SplitRoute(task)
-    route = PickedRoute(task)
-    route.objection = reason
-    return route
+    return SplitRoute(task) if reason is None else PickedRoute(task, reason)
 
 
 def reason_against_kernels(task: SparseTask) -> str | None:

@@ -33,11 +33,7 @@ from thinwire.memory.store import Binding
 def tree_route(task: SparseTask) -> Route:
     """All by kernels where they know how, else memory and selection."""
     reason = reason_against_kernels(task)
-    if reason is None:
-        return TreeRoute(task)
-    route = PickedRoute(task)
-    route.objection = reason
-    return route
+    return TreeRoute(task) if reason is None else PickedRoute(task, reason)
 
 
 def reason_against_kernels(task: SparseTask) -> str | None:

@@ -209,7 +209,8 @@ class Reducer:
         """The next backward adds to gradients of the last one, which nobody has used: they are one step to a verdict."""
 
         def go_on() -> None:
-            self.record.goes_on = True
+            # Of a record that a switch has closed since nothing can be taken back.
+            self.record.goes_on = bool(self.record.seen)
 
         self.driver.hand_over(go_on, lambda error: None)
 

@@ -55,6 +55,7 @@ SPLIT_ENTRIES = "entries that Offer.pick chose, added by the owners of hashed re
 """The form of an `OwnedSums`."""
 Contribution = Literal["selected", "full"]
 LARGEST_CAPACITY = 1.5
+"""Beyond it a `SplitReduce` no longer stays within 6k(P-1)/P words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,7 @@ class OwnedSums(Exchange):
         check_finite_number("capacity", self.capacity)
         if not 1.0 <= self.capacity <= LARGEST_CAPACITY:
             raise UsageError(
-                f"capacity is {self.capacity!r}; it must be between 1 and {LARGEST_CAPACITY}, beyond which "
-                "6k(P-1)/P words no longer hold"
+                f"capacity is {self.capacity!r}; it must be between 1 and {LARGEST_CAPACITY}"
             )
 
     def run(self, offer: Offer) -> Program[Outcome]:

@@ -12,6 +12,8 @@ from thinwire.kernels.cuda.toolchain import has_kernels
 
 Pair = tuple[Tensor, Tensor]
 """A tensor, and what it has to be again: contiguous, of one size and dtype, on one device."""
+Place = tuple[int, int]
+"""Address and bytes."""
 
 
 class Journal:
@@ -20,15 +22,15 @@ class Journal:
     def __init__(self) -> None:
         self._pairs: list[Pair] = []
         self._actions: list[Callable[[], None]] = []
-        self._origins: dict[int, Tensor] = {}
-        """Of what earlier backwards of this step have changed: what it was before the first, by the address where it is now."""
+        self._origins: dict[Place, Tensor] = {}
+        """Of what earlier backwards of this step have changed: what it was before the first, by the place where it is now."""
 
     def note(self, now: Tensor, before: Tensor) -> None:
         """`now` is to hold the bits of `before` if the step is bad. Both stay where they are until the step ends."""
         if self._origins and now.numel():
             # An earlier backward may have written there, or here.
-            of_now = self._origins.get(now.data_ptr(), before)
-            before = self._origins.get(before.data_ptr(), of_now)
+            of_now = self._origins.get(place_of(now), before)
+            before = self._origins.get(place_of(before), of_now)
         self._pairs.append((now, before))
 
     def note_action(self, undo: Callable[[], None]) -> None:
@@ -46,14 +48,23 @@ class Journal:
 
     def extend(self) -> None:
         """The step goes on with another backward, which uses the same memory again. A bad verdict will take back both."""
-        self._pairs = [(now, before.clone()) for now, before in self._pairs if now.numel()]
-        self._origins = {now.data_ptr(): before for now, before in self._pairs}
+        # Of what several backwards have changed one copy is enough.
+        changed = {place_of(now): (now, before) for now, before in self._pairs if now.numel()}
+        self._origins = {
+            place: self._origins[place] if place in self._origins else before.clone()
+            for place, (_, before) in changed.items()
+        }
+        self._pairs = [(now, self._origins[place]) for place, (now, _) in changed.items()]
 
     def clear(self) -> None:
         """The step has ended: nothing of it can be taken back any more."""
         self._pairs.clear()
         self._actions.clear()
         self._origins.clear()
+
+
+def place_of(tensor: Tensor) -> Place:
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def restore_all(pairs: Sequence[Pair], bad: Tensor) -> None:

@@ -21,10 +21,10 @@ PUBLISHED = TreeMerge(conserve=False)
 
 @dataclass(frozen=True, kw_only=True)
 class GTopK(Sparsifier):
-    """A tree of merges that keeps k entries: 4k log P words along the longest path.
+    """Merges of two ranks' lists that keep k entries: 2k log P words per rank where P is a power of two.
 
-    Lossy by design as published: a contribution that an inner merge drops is gone if its place wins elsewhere.
-    `conserve=True` keeps it in the memory of the rank that dropped it.
+    Lossy by design as published: a contribution that a merge drops is gone if its place wins elsewhere.
+    `conserve=True` keeps it in the memory of the first rank that makes this merge.
     """
 
     conserve: bool = False

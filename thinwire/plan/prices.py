@@ -13,7 +13,6 @@ from dataclasses import dataclass
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
 ALL_TO_ALL = "all_to_all"
-MEASURED_KINDS = (ALL_REDUCE, ALL_GATHER, ALL_TO_ALL)
 SWAP = "swap"
 LIKE = {"all_to_all_uneven": ALL_TO_ALL, "broadcast": ALL_GATHER, SWAP: ALL_TO_ALL}
 """Kinds that are not measured by themselves, and the one whose price they pay."""

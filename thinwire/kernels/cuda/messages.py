@@ -282,4 +282,4 @@ def read_float(words: Tensor, which: int) -> Tensor:
 def in_words(messages: Tensor) -> Tensor:
     """[rows, bytes], each row at a multiple of 4 bytes."""
     aligned = messages.stride(0) % 4 == 0 and messages.data_ptr() % 4 == 0
-    return messages if aligned and messages.stride(-1) == 1 else messages.clone()
+    return messages if aligned and messages.stride(1) == 1 else messages.clone()

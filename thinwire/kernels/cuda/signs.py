@@ -35,6 +35,8 @@ def reason_against_kernels(device: torch.device, dtype: torch.dtype, numel: int)
         return f"there are no kernels for {device}"
     if dtype != torch.float32:
         return f"the kernels do not write signs of {dtype}"
+    if not numel:
+        return "there is nothing to write"
     if numel >= 1 << 31:
         return "the kernels count the elements of a bucket with 32 bits"
     return None
