@@ -8,13 +8,13 @@ import torch
 
 from thinwire.bench.data import draw
 from thinwire.bench.select import (
-    SELECTIONS,
     SelectRow,
     bench_select,
     measure,
     select_table,
     to_csv,
 )
+from thinwire.bench.selections import SELECTIONS
 from thinwire.errors import UsageError
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.exchange.ranks import Ranks, gradients
-from thinwire.bench.exchange_cases import Worker, find_cases, make_gradient, make_group
+from thinwire.bench.exchange_cases import ExchangePlan, Worker, make_gradient, make_group
 from thinwire.engine.drivers import run_inline
 from thinwire.engine.network import Network
 from thinwire.engine.stalls import StallWatch
@@ -125,13 +125,14 @@ def nccl_rank(rank: int, world: int, folder: str) -> None:
     dist.init_process_group("nccl", init_method=f"file://{folder}/s", rank=rank, world_size=world)
     gloo = dist.new_group(backend="gloo")
     assert dist.group.WORLD is not None
-    for case in find_cases("oktopk,oktopk-full,exclusive,leader,topkdsa,gtopk,topka"):
+    measured = ExchangePlan(methods="oktopk,oktopk-full,exclusive,leader,topkdsa,gtopk,topka")
+    for case in measured.cases():
         updates = []
         for group, device in ((dist.group.WORLD, "cuda"), (gloo, "cpu")):
             network = Network(group, Ledger(world))
             numel = 1 << 16
             worker = Worker(
-                case.make(0.01, "fp32"), make_group(numel, torch.device(device)), network.place
+                case.make(measured), make_group(numel, torch.device(device)), network.place
             )
             gradient = make_gradient(numel, rank, 0, torch.device("cpu")).to(device)
             updates.append(run_inline(worker.open(gradient).program, network).update.cpu())

@@ -44,6 +44,24 @@ def test_only_files_with_tests_for_a_gpu_are_run(check):
     assert not [name for name in found if name.startswith("tests/kernels")]
 
 
+WITHOUT = """
+import sys
+from importlib import import_module
+
+for missing in ("typer", "rich", "hypothesis", "pytest_timeout"):
+    sys.modules[missing] = None
+for name in sys.argv[1:]:
+    import_module(name)
+"""
+
+
+def test_tests_and_rank_scripts_need_neither_typer_nor_rich(check):
+    files = [".".join(file.with_suffix("").parts) for file in check.find_gpu_tests()]
+    command = [sys.executable, "-c", WITHOUT, *files, *check.MODULES.values()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=check.ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_a_file_leaves_a_report_or_a_reason(check, tmp_path, monkeypatch):
     monkeypatch.chdir(check.ROOT)

@@ -11,7 +11,7 @@ import torch
 from tests.contracts.cluster import parameter
 from tests.select.data import odd_tensors
 from thinwire.bench.data import LAWS, draw
-from thinwire.bench.select import SELECTIONS
+from thinwire.bench.selections import SELECTIONS
 from thinwire.compress import GroupStep, Terms
 from thinwire.engine.virtual import run_virtual
 from thinwire.exchange.requests import Place

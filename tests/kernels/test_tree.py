@@ -15,6 +15,8 @@ from tests.kernels.test_split import LARGE, lonely, unused, wrong
 from tests.lanes import slow
 from thinwire.compress.picked_routes import PickedRoute
 from thinwire.compress.tree_routes import TreeAccount, TreeRoute
+from thinwire.kernels.cuda import tree
+from thinwire.kernels.cuda.messages import in_words
 
 pytestmark = [needs_compiler, pytest.mark.timeout(300)]
 
@@ -116,6 +118,22 @@ def test_a_damaged_list_is_no_number(kernels, wrong_indices):
     assert int(tree.damaged) == 1
     assert bool(merged[4 * tree.total :].view(torch.float32).isnan().any())
     assert not bool(left.amounts.any())
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_list_is_copied_only_where_its_words_lie_askew(kernels, monkeypatch, shift):
+    """As lists arrive that have shared a message."""
+    copies = []
+    monkeypatch.setattr(tree, "in_words", lambda rows: copies.append(in_words(rows)) or copies[-1])
+    cluster = Cluster(2, gtopk(), shapes=SHAPES)
+    cluster.step(cluster.random(0))
+    merging = tree_kernels(cluster)
+    lists = torch.zeros(merging.list_bytes + 4, dtype=torch.uint8)
+    theirs = lists[shift : shift + merging.list_bytes]
+    mine = theirs.clone()
+    merging.merge(mine, theirs, 0, keeps=False)
+    assert (copies[-1].data_ptr() == theirs.data_ptr()) == (shift == 0)
+    assert copies[-1].data_ptr() % 4 == 0 and torch.equal(copies[-1][0], theirs)
 
 
 def test_launches(launched):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -13,51 +12,16 @@ from torch import Tensor
 
 from thinwire.bench.data import LAWS, draw, real_gradients
 from thinwire.bench.measure import Timed, choose_device, time_ms, to_csv
+from thinwire.bench.selections import SELECTIONS
 from thinwire.errors import UsageError
 from thinwire.layout import RowTable, Shard, Slot, SlotKind, keep_count
 from thinwire.select import Selector
 from thinwire.tools.files import write_text
-from thinwire.tools.settings.building import find_public
 from thinwire.tools.settings.options import DryRun, command
 from thinwire.tools.tables import make_console, show_plan
 
 DENSITIES = (0.01, 0.001)
 REAL = "gradients"
-
-PUBLISHED = {"finish": "published"}
-
-
-def selection(name: str, **settings: Any) -> Callable[[float], Selector]:
-    """A selection by its public name, at any density."""
-    return lambda density: find_public(name)(density=density, **settings)
-
-
-SELECTIONS: dict[str, Callable[[float], Selector]] = {
-    "exact top-k": selection("TradTopK"),
-    "DGC sampled": selection("SampledThreshold"),
-    "GaussianK": selection("GaussianThreshold"),
-    "RedSync": selection("RedSyncThreshold"),
-    "RedSync trimmed": selection("RedSyncThreshold", trimmed=True),
-    "SIDCo exponential, 1 stage": selection("SIDCoThreshold", distribution="exponential", stages=1),
-    "SIDCo gamma, 2 stages": selection("SIDCoThreshold", distribution="gamma", stages=2),
-    "SIDCo pareto, 2 stages": selection("SIDCoThreshold", distribution="pareto", stages=2),
-    "RandomK": selection("RandomChoice"),
-    "ChunkTopK": selection("ChunkChoice"),
-    "DGC sampled, published": selection("SampledThreshold", **PUBLISHED),
-    "GaussianK, published": selection("GaussianThreshold", **PUBLISHED),
-    "RedSync, published": selection("RedSyncThreshold", **PUBLISHED),
-    "RedSync trimmed, published": selection("RedSyncThreshold", trimmed=True, **PUBLISHED),
-    "SIDCo exponential, 1 stage, published": selection(
-        "SIDCoThreshold", distribution="exponential", stages=1, **PUBLISHED
-    ),
-    "SIDCo gamma, 2 stages, published": selection(
-        "SIDCoThreshold", distribution="gamma", stages=2, **PUBLISHED
-    ),
-    "SIDCo pareto, 2 stages, published": selection(
-        "SIDCoThreshold", distribution="pareto", stages=2, **PUBLISHED
-    ),
-}
-"""Published ones send what their estimate gives, cut at 4 k so that the payload has an end."""
 
 
 @dataclass(frozen=True, kw_only=True)

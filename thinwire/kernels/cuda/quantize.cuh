@@ -235,9 +235,6 @@ struct Code {
 typedef Code<BITS_SENT> SentCode;
 typedef Code<BITS_OF_SUMS> SumCode;
 
-// In Adam's scale a rank quantises its own blocks too, where sums have a finer code.
-#define CODES_OWN (ADAM && BITS_OF_SUMS > BITS_SENT)
-
 // -- elements of a piece -----------------------------------------------------------------------------------------------
 
 // How many elements of the piece come from this lane's first one on; may be negative. Never cut to 0..EACH by min and max: a compiler was

@@ -177,6 +177,7 @@ class TreeKernels(MessageKernels):
         """(the merged list, bytes of its empty places, what is left over if it `keeps` any of it). `number` counts the merges of a
         step."""
         kept = self._kept if keeps else NOTHING
+        # As the one row of a table, since the words of a row are looked at.
         theirs, device = in_words(theirs[None]), self.group.device
         merged = torch.empty(self.list_bytes, dtype=torch.uint8, device=device)
         stats = torch.zeros(COUNTED, dtype=torch.int32, device=device)
