@@ -29,6 +29,7 @@ def same_ranks_job(rank: int, world: int) -> None:
     before = residuals(handle)
     pairs = dist.new_group([0, 2]), dist.new_group([1, 3])
     handle.regroup(pairs[rank % 2])
+    assert handle.reducer.driver.in_turn
     assert all(torch.equal(held, before[name]) for name, held in residuals(handle).items())
     train(model, [3, 4])
     assert handle.stats().steps == 5

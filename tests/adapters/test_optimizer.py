@@ -36,6 +36,21 @@ def test_replicas_that_start_apart_become_and_stay_identical(pools, world, metho
     assert len(set(pools(world).run(replicas_job, method))) == 1
 
 
+def own_collectives_job(rank: int, world: int) -> list[bool]:
+    found = []
+    for norm in (nn.BatchNorm1d(64), nn.SyncBatchNorm(64)):
+        model = nn.Sequential(nn.Linear(64, 64), norm)
+        plain = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = tw.DistributedOptimizer(plain, model=model, method=METHOD)
+        found.append(optimizer.handle.reducer.driver.in_turn)
+        optimizer.close()
+    return found
+
+
+def test_exchanges_keep_their_turn_among_the_collectives_of_layers(pools):
+    assert pools(2).run(own_collectives_job) == [[False, True]] * 2
+
+
 def schedule_and_clip_job(rank: int, world: int) -> tuple[bytes, float]:
     model, optimizer = make(rank)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)

@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,23 @@ def test_all_that_the_thread_of_the_exchange_does_is_a_station():
         driver.hand_over(lambda: None, print)
         driver.catch_up()
     assert set(seen) == {("thinwire::driver", "thinwire-exchange")}
+    driver.close()
+
+
+def test_in_turn_the_caller_does_the_host_work_behind_its_own_stream():
+    driver = StreamDriver(SlowNetwork(), torch.device("cuda", torch.cuda.current_device()))
+    driver.in_turn = True
+    seen: list[Any] = []
+    counter = torch.zeros(1000, device="cuda")
+    torch.cuda._sleep(20_000_000)
+    counter += 1
+    driver.hand_over(lambda: seen.append((threading.current_thread(), counter + 1)), print)
+    thread, result = seen[0]
+    assert thread is threading.current_thread()
+    driver.catch_up()
+    assert bool((result == 2).all())
+    driver.hand_over(lambda: 1 / 0, seen.append)
+    assert isinstance(seen[1], ZeroDivisionError)
     driver.close()
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.gpu.test_picked import SHAPES
-from tests.kernels.test_split import LARGE, wrong
+from tests.gpu.test_split import wrong_and_normal
+from tests.kernels.test_split import LARGE
 from tests.kernels.test_tree import compare, gtopk
 
 pytestmark = [
@@ -32,6 +33,5 @@ def test_ties(kernels):
 
 
 def test_what_is_not_finite(kernels):
-    compare(
-        kernels, gtopk(conserve=True), device="cuda", change=wrong, steps=5, world=2, discard=(3,)
-    )
+    options = {"change": wrong_and_normal, "discard": (3,)}
+    compare(kernels, gtopk(conserve=True), device="cuda", steps=5, world=2, **options)

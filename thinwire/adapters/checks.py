@@ -29,6 +29,13 @@ def check_parameters(module: nn.Module | None, parameters: dict[str, nn.Paramete
             )
 
 
+def has_own_collectives(module: nn.Module | None) -> bool:
+    """Whether layers ask for collectives while backward runs. Torch, Horovod and apex have a layer of that name."""
+    return module is not None and any(
+        type(child).__name__ == "SyncBatchNorm" for child in module.modules()
+    )
+
+
 def check_bucket_mb(bucket_mb: Any) -> None:
     check_finite_number("bucket_mb", bucket_mb)
     if bucket_mb < 0:

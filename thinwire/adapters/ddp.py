@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.checks import check_parameters
+from thinwire.adapters.checks import check_parameters, has_own_collectives
 from thinwire.adapters.handles import make_handle
 from thinwire.adapters.plain import plain_mean
 from thinwire.auto import Prospect
@@ -64,7 +64,7 @@ def attach_ddp(
     handle = make_handle(
         {name: pair[1] for name, pair in described.items()},
         method,
-        partial(make_driver, group, device),
+        partial(make_driver, group, device, in_turn=has_own_collectives(module)),
         device=device,
         takeover=takeover,
         replicas=ReplicaWatch(parameters, watch, on_difference, optimizer),

@@ -87,7 +87,7 @@ def attach_fsdp(
     handle = make_handle(
         {info.name: info for unit in units for info in unit.infos},
         method,
-        partial(make_driver, replicas, device),
+        partial(make_driver, replicas, device, in_turn=True),
         device=device,
         takeover=takeover,
         prospect=Prospect(optimizer, parameters, REFUSED),

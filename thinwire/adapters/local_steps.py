@@ -115,7 +115,8 @@ class LocalSteps(LocalRounds):
             model,
             optimizer,
             method,
-            lambda device: make_driver(group, device),
+            # Gradients of the inner steps may travel inside the node meanwhile.
+            lambda device: make_driver(group, device, in_turn=True),
             settings,
             inside_group,
         )

@@ -15,7 +15,12 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from thinwire.adapters.backward_pass import BackwardPass
-from thinwire.adapters.checks import check_bucket_mb, check_parameters, find_group
+from thinwire.adapters.checks import (
+    check_bucket_mb,
+    check_parameters,
+    find_group,
+    has_own_collectives,
+)
 from thinwire.adapters.fusion import FusionBuffer, fuse
 from thinwire.adapters.handles import make_handle
 from thinwire.adapters.wrapped import WrappedOptimizer
@@ -113,7 +118,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self.handle = make_handle(
             {name: pair[1] for name, pair in described.items()},
             method,
-            partial(make_driver, group, device),
+            partial(make_driver, group, device, in_turn=has_own_collectives(model)),
             device=device,
             policy=policy,
             grad_scaler=grad_scaler,

@@ -27,10 +27,14 @@ DRIVERS: dict[str, MakeDriver] = {
 """By device type: side streams for CUDA, blocking collectives otherwise. Both have a thread, with a group of its own."""
 
 
-def make_driver(process_group: dist.ProcessGroup, device: torch.device) -> Driver:
-    """The driver that fits the device."""
+def make_driver(
+    process_group: dist.ProcessGroup, device: torch.device, *, in_turn: bool = False
+) -> Driver:
+    """The driver that fits the device. `in_turn` if others ask for collectives meanwhile, see `Driver.in_turn`."""
     ledger = Ledger(dist.get_world_size(process_group))
-    return DRIVERS.get(device.type, DRIVERS["cpu"])(process_group, device, ledger)
+    driver = DRIVERS.get(device.type, DRIVERS["cpu"])(process_group, device, ledger)
+    driver.in_turn = in_turn
+    return driver
 
 
 def make_on(driver: Driver, make: Callable[[Driver], Made]) -> Made:

@@ -41,6 +41,9 @@ class Driver(ABC):
     """What real ranks are joined by; None where nothing travels."""
     merge_bytes: int = 0
     """Bytes of gradient up to which buckets are worth waiting for others, because each costs the host as much as a large one."""
+    in_turn: bool = False
+    """Whether the caller's thread asks for collectives, between those that it asks for itself. NCCL needs the same order of all of them
+    on every rank: kernels of two groups that wait for each other's ranks can take each other's place on the device."""
 
     @abstractmethod
     def place_of(self, scope: str) -> Place:

@@ -40,7 +40,7 @@ def take_group(
 
 def move(old: Reducer, group: dist.ProcessGroup, build: Callable[[Driver], Reducer]) -> Reducer:
     """A reducer of the same parameters in another group, which goes on with what this one holds on this rank."""
-    made = make_on(make_driver(group, old.device), build)
+    made = make_on(make_driver(group, old.device, in_turn=old.driver.in_turn), build)
     old.settle()
     if old.replicas is not None:
         old.replicas.followers.remove(old.assignments)

@@ -28,9 +28,9 @@ class StreamDriver(NetworkDriver):
     """Requests, waits and decoding are enqueued on side streams in program order.
 
     The host work of all this is done by a thread of its own: backward's kernels are launched by another one, which would
-    stand still meanwhile, and on a fast GPU the launches are what a step waits for. Encoding has a stream behind the
-    gradients it reads. Buckets take turns on a few side streams, so that decoding one does not hold back the next one's
-    collective. What a program made on the first stream is kept until the side stream is through with it: the host ends
+    stand still meanwhile, and on a fast GPU the launches are what a step waits for. Only `in_turn` the caller does it. Encoding
+    has a stream behind the gradients it reads. Buckets take turns on a few side streams, so that decoding one does not hold
+    back the next one's collective. What a program made on the first stream is kept until the side stream is through with it: the host ends
     the program long before.
     """
 
@@ -54,12 +54,17 @@ class StreamDriver(NetworkDriver):
         return Future(devices=[self.device])
 
     def hand_over(self, job: Callable[[], None], on_error: Callable[[Exception], None]) -> None:
+        ready = torch.cuda.current_stream(self.device).record_event()
+        if self.in_turn:
+            with torch.cuda.stream(self._encoding):
+                do_job((job, on_error, ready), self._encoding)
+            return
         if self._thread is None:
             self._thread = self.start_worker(
                 partial(work_off, self._jobs, self.device, self._encoding),
                 partial(self._jobs.put, None),
             )
-        self._jobs.put((job, on_error, torch.cuda.current_stream(self.device).record_event()))
+        self._jobs.put((job, on_error, ready))
 
     def catch_up(self) -> None:
         if self._thread is not None and threading.current_thread() is not self._thread:
@@ -119,7 +124,6 @@ class StreamDriver(NetworkDriver):
         self._held.clear()
 
 
-@torch.no_grad()
 def work_off(
     jobs: queue.SimpleQueue[Job | None], device: torch.device, stream: torch.cuda.Stream
 ) -> None:
@@ -127,14 +131,20 @@ def work_off(
     torch.cuda.set_device(device)
     with torch.cuda.stream(stream):
         while (entry := jobs.get()) is not None:
-            job, on_error, ready = entry
-            try:
-                with station(DRIVER):
-                    stream.wait_event(ready)
-                    job()
-            except Exception as error:
-                on_error(error)
-            del entry, job, on_error
+            do_job(entry, stream)
+            del entry
+
+
+@torch.no_grad()
+def do_job(entry: Job, stream: torch.cuda.Stream) -> None:
+    """Do a job on the stream, which is the current one, behind the job's event."""
+    job, on_error, ready = entry
+    try:
+        with station(DRIVER):
+            stream.wait_event(ready)
+            job()
+    except Exception as error:
+        on_error(error)
 
 
 def find_held(program: Any) -> list[Any]:
