@@ -87,7 +87,8 @@ def make_advice(
         _row(plan, _verdict(plan, decision, in_force), (tried or {}).get(plan.labels))
         for plan in plans.values()
     ]
-    sentences = [*_sentences(profile, decision, in_force), *_local_steps(decision)]
+    took = (tried or {}).get(in_force.labels)
+    sentences = [*_sentences(profile, decision, in_force, took), *_local_steps(decision)]
     return Advice(tuple(rows), tuple(sentences))
 
 
@@ -138,16 +139,24 @@ def _verdict(plan: Plan, decision: Decision, in_force: Plan) -> str:
     return "too slow" if late else "in time, keeps less"
 
 
-def _sentences(profile: Profile, decision: Decision, in_force: Plan) -> list[str]:
+def _sentences(
+    profile: Profile, decision: Decision, in_force: Plan, took: float | None
+) -> list[str]:
+    """`took` is what steps under the plan in force took, where that was tried."""
     dense, silent = decision.dense.prediction, decision.dense.prediction.silent_s
     exposed = 1e3 * dense.exposed_s
     if set(in_force.labels) == {DENSE}:
         near = dense.step_s <= NEAR_SILENT * silent
         why = f"is {exposed:.1f} ms slower than no communication" if near else "is as fast as any"
         return [f"Dense {why}: do not compress."]
+    found = (
+        f"{1e3 * in_force.prediction.step_s:.1f} ms (predicted)"
+        if took is None
+        else f"{1e3 * took:.1f} ms (tried)"
+    )
     sentences = [
         f"Dense takes {1e3 * dense.step_s:.1f} ms, {dense.step_s / silent:.2f}x of no communication; "
-        f"{in_force.name} takes {1e3 * in_force.prediction.step_s:.1f} ms (predicted)."
+        f"{in_force.name} takes {found}."
     ]
     sentences += _mixture(in_force.labels)
     last = profile.units[-1]
