@@ -104,7 +104,7 @@ class Stats(Described):
             ("MB per step dense", f"{self.dense_bytes_per_step / 1e6:.3f}"),
             ("ratio", f"{self.ratio:.1f}"),
             ("density sent", f"{self.density:.2%}"),
-            ("MB held back", f"{self.memory_bytes / 1e6:.3f}"),
+            ("MB of memory", f"{self.memory_bytes / 1e6:.3f}"),
         ]
         if self.exposed_ms is not None:
             rows.append(("ms exposed per step", f"{self.exposed_ms:.2f}"))
