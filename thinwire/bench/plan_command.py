@@ -210,6 +210,7 @@ def find_profile(words: Sequence[str], job: Job, candidates: Sequence[Candidate]
         if not path.is_file():
             raise UsageError(f"profile is '{path}', but there is no such file")
         return Profile.load(path)
+    find_model(words[0])
     slow = "; a large model takes minutes on a CPU" if not torch.cuda.is_available() else ""
     typer.echo(f"measuring one worker of {words[0]} here{slow}", err=True)
     with alone():
