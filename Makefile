@@ -47,6 +47,7 @@ others: $(READY)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(LIBRARY))
 
 $(READY): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV), with torch: a minute or more."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@

@@ -96,7 +96,6 @@ def main() -> None:
     ratio = handle.stats().ratio
     accelerator.print(f"{ratio:.0f} times fewer bytes; sum of all weights {weights!r}", flush=True)
     accelerator.wait_for_everyone()
-    handle.close()
     accelerator.end_training()
 
 

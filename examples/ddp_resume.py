@@ -101,7 +101,6 @@ def main() -> None:
             flush=True,
         )
     dist.barrier()
-    handle.close()
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """FSDP2 in the manner of torchtitan: sharded inside a node, copied between nodes, compressed between the copies.
 
-    torchrun --nproc-per-node 4 examples/hsdp_loop.py              # 2 copies of 2 shards
-    torchrun --nproc-per-node 2 examples/hsdp_loop.py --shards 1   # 2 copies
+    torchrun --nproc-per-node 4 examples/hsdp_loop.py   # 2 copies of 2 shards
+    torchrun --nproc-per-node 2 examples/hsdp_loop.py   # 2 copies of 1
 
 Inside a node the link is fast, and reduce-scatter and all-gather stay as they are. Between nodes it is slow: only that
 all-reduce is compressed. The text is lines of sums, which the script makes itself.
@@ -83,7 +83,7 @@ def newest(folder: Path) -> Path | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--shards", type=int, help="half of the processes unless given")
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--folder", type=Path, default=Path("runs/hsdp_loop"))
     options = parser.parse_args()
@@ -94,10 +94,9 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    shards = options.shards or max(1, world // 2)
     mesh = init_device_mesh(
-        device.type,
-        (world // options.shards, options.shards),
-        mesh_dim_names=("replicate", "shard"),
+        device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard")
     )
     torch.manual_seed(0)
     model = Language().to(device)
@@ -134,7 +133,6 @@ def main() -> None:
         ratio = handle.stats().ratio
         print(f"{ratio:.1f} times fewer bytes; sum of all weights {weights!r}", flush=True)
     dist.barrier()
-    handle.close()
     dist.destroy_process_group()
 
 

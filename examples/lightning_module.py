@@ -86,7 +86,6 @@ def main() -> None:
         print(f"{ratio:.0f} times fewer bytes; sum of all weights {weights!r}", flush=True)
     if compression.handle is not None:
         torch.distributed.barrier()
-        compression.handle.close()
         torch.distributed.destroy_process_group()
 
 

@@ -120,7 +120,6 @@ def main() -> None:
     if rank == 0:
         print(f"{handle.stats().ratio:.1f} times fewer bytes", flush=True)
     dist.barrier()
-    handle.close()
     dist.destroy_process_group()
 
 

@@ -104,7 +104,6 @@ def main() -> None:
         print(f"{ratio:.1f} times fewer bytes; sum of all weights {weights!r}", flush=True)
     if callback.handle is not None:
         torch.distributed.barrier()
-        callback.handle.close()
         torch.distributed.destroy_process_group()
 
 

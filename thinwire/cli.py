@@ -61,7 +61,7 @@ COMMANDS = (
     Command("train", "recipes.command", "Train a task once, with compressed gradients.", *TRAIN),
     Command("compare", "recipes.command", "Train a task once with each method, and compare.", *TRAIN),
     Command("report", "report.command", "Write a page about one run, or compare several.", "cli", ("typer", "rich")),
-    Command("analyse convergence", "analyse.command", "Measure xi and the rows that get nothing.", *TRAIN),
+    Command("analyse convergence", "analyse.command", "Compare what workers select with what their mean would.", *TRAIN),
     Command("launch", "tools.launch_command", "Write a launch file for your own script on a cluster.", "cli", ("typer", "rich")),
     Command("lab", "lab.command", "Run a command on an emulated cluster on this machine.", *LAB),
     Command("plan", "bench.plan_command", "Predict a step on any link, and say what to use."),

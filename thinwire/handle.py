@@ -129,7 +129,7 @@ class Handle:
         """What happens to every parameter and why; print it."""
         passing = "sends what is held back once, then changes method"
         rows = tuple(
-            replace(one.plan, reason=passing) if one.flushing else one.plan
+            replace(one.plan, reason=passing if one.flushing else self.steering.explain(one.plan))
             for one in self.reducer.assignments.by_name.values()
         )
         held, spare = self.reducer.assignments.memory_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import thinwire as tw
 from tests.adapters.test_ddp import Net, wrap
 from tests.contracts.cluster import sparse
+from thinwire.auto.steering import CLOSED
 
 
 def refused(model: Any, method: Any = None, **options: Any) -> str:
@@ -44,6 +46,16 @@ def refusals_job(rank: int, world: int) -> None:
     assert "'0' has sparse=True" in sparse_layout and "sparse=False" in sparse_layout
     assert "'w' has dtype torch.complex64" in refused(wrap(rank, Complex()))
     assert "method is 'adtopk'" in refused(wrap(rank, Net()), "adtopk")
+    assert "method is the class ADTopK; it must be" in refused(wrap(rank, Net()), tw.ADTopK)
+    adam = torch.optim.AdamW(Net().parameters())
+    swapped = refused(wrap(rank, Net()), adam)
+    assert (
+        swapped.startswith("method is an optimizer, AdamW; it must be") and "optimizer=" in swapped
+    )
+    assert "model is of class AdamW; it must be" in refused(adam)
+    assert "optimizer is 'adamw'; it must be" in refused(wrap(rank, Net()), optimizer="adamw")
+    schedule = torch.optim.lr_scheduler.StepLR(adam, 1)
+    assert "optimizer is a StepLR; it must be" in refused(wrap(rank, Net()), optimizer=schedule)
     assert "deterministic is 1" in refused(wrap(rank, Net()), deterministic=1)
     assert "grad_scaler is 1" in refused(wrap(rank, Net()), grad_scaler=1)
     assert "policy is" in refused(wrap(rank, Net()), policy=tw.rule("*"))
@@ -65,6 +77,56 @@ def refusals_job(rank: int, world: int) -> None:
 
 def test_what_cannot_work_is_refused_at_attach_with_one_sentence(pools):
     pools(2).run(refusals_job)
+
+
+def warned(model: Any, method: Any = None, **options: Any) -> list[str]:
+    """What attach warns of."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinwire").addHandler(handler)
+    handle = tw.attach(model, *([method] if method is not None else []), **options)
+    logging.getLogger("thinwire").removeHandler(handler)
+    handle.close()
+    assert handle.advise().sentences == (CLOSED,)
+    return records
+
+
+def vain_job(rank: int, world: int) -> None:
+    def linear() -> Any:
+        return wrap(rank, nn.Linear(64, 64))
+
+    once = 1 if rank == 0 else 0
+    everything = warned(linear(), tw.TopK(density=1))
+    told = ["TopK compresses none of the 2 parameters"] * once
+    assert [text.split(" (")[0] for text in everything] == told
+    blind = warned(linear())
+    assert [text.split(",")[0] for text in blind] == ["tw.Auto() stays dense"] * once
+    model = linear()
+    assert warned(model, optimizer=torch.optim.AdamW(model.parameters())) == []
+    (other,) = warned(linear(), optimizer=torch.optim.AdamW(nn.Linear(2, 2).parameters()))
+    assert other.startswith("the AdamW in optimizer= has none of the model's parameters")
+    assert warned(linear(), tw.TopK(density=0.01)) == []
+    # All of it is sent, so that nothing misleads Adam.
+    model = linear()
+    adam = torch.optim.AdamW(model.parameters())
+    whole = warned(model, tw.TopK(density=1, dense_fallback=False), optimizer=adam)
+    assert whole == []
+
+
+def test_what_cannot_help_is_said_once(pools):
+    pools(2).run(vain_job)
+
+
+def lonely_job(rank: int, world: int) -> None:
+    (told,) = warned(wrap(rank, nn.Linear(64, 64)), tw.TopK(density=0.01))
+    assert told.startswith("there is one worker: nothing is sent")
+    assert warned(wrap(rank, nn.Linear(64, 64)), tw.Dense()) == []
+    assert warned(wrap(rank, nn.Linear(64, 64))) == []
+
+
+def test_one_worker_is_told_that_nothing_is_sent(pools):
+    pools(1).run(lonely_job)
 
 
 def lifetime_job(rank: int, world: int) -> None:

@@ -30,6 +30,7 @@ def slow_link(rank: int, world: int) -> dict[str, Any]:
         "told": [what for _, what in pilot.history],
         "weights": job.weights(),
         "advice": str(job.handle.advise()),
+        "why": {row.reason for row in job.handle.plan().rows},
         "momentum": job.optimizer.param_groups[0]["momentum"],
     }
 
@@ -43,7 +44,9 @@ def test_on_a_slow_link_all_ranks_switch_in_the_same_step(pools: Callable[[int],
         assert other["labels"] == first["labels"]
         assert other["history"] == first["history"]
         assert torch.equal(other["weights"], first["weights"])
-    assert "chosen" in first["advice"]
+    assert "chosen" in first["advice"] and "(predicted; tried: " in first["advice"]
+    assert "chosen by tw.Auto()" in first["why"]
+    assert not any(why.startswith(("by rule", "default")) for why in first["why"]), first["why"]
     assert first["momentum"] == 0.0
 
 

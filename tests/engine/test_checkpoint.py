@@ -52,9 +52,17 @@ def test_another_world_gets_the_mean_or_nothing_and_must_say_which():
         pick_rank([states[0], state_of(0, 3, 0.0)], 0, 2, "mean")
 
 
-@pytest.mark.parametrize("state", [{"version": 3}, {}, 3, None])
-def test_what_is_no_state_is_refused(state):
-    with pytest.raises(tw.UsageError, match="this thinwire reads versions 1 and 2"):
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({"version": 3}, "version 3; this thinwire reads versions 1 and 2"),
+        ({}, "dict and without a version; it must be what handle"),
+        (3, "class int and without"),
+        (None, "class NoneType and without"),
+    ],
+)
+def test_what_is_no_state_is_refused(state, told):
+    with pytest.raises(tw.UsageError, match=told):
         pick_rank([state], 0, 1, None)
 
 

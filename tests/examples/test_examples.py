@@ -43,12 +43,7 @@ SAVING = ("--steps", "40", "--save-every", "10")
 ALL = [
     Example("ddp_resume", interrupted=SAVING),
     Example("nanogpt_ddp"),
-    Example(
-        "hsdp_loop",
-        few=("--steps", "20", "--shards", "1"),
-        whole=("--shards", "1"),
-        interrupted=(*SAVING, "--shards", "1"),
-    ),
+    Example("hsdp_loop", interrupted=SAVING),
     Example("accelerate_loop", "accelerate", interrupted=SAVING),
     Example("trainer_finetune", "transformers", interrupted=SAVING),
     Example("lightning_module", "lightning", ("--epochs", "1"), interrupted=("--epochs", "3")),

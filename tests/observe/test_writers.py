@@ -110,6 +110,7 @@ def test_the_plan_says_who_does_the_work(handle):
 def test_notebooks_show_tables(handle):
     assert "<td>0.weight</td><td>64x64</td>" in handle.plan()._repr_html_()
     assert "<td>MB per step sent</td>" in handle.stats()._repr_html_()
+    assert str(handle.stats()).splitlines()[1].startswith("MB per step sent ")
     assert "rank 0 of 2" in handle._repr_html_()
 
 

@@ -51,6 +51,17 @@ def test_a_fast_link_stays_dense() -> None:
     assert "do not compress" in str(make_advice(profile, decision))
 
 
+def test_what_was_tried_counts_more_than_what_was_predicted() -> None:
+    profile = describe()
+    decision = decide(profile, 0.1)
+    plan, silent_s = decision.chosen, decision.dense.prediction.silent_s
+    predicted = str(make_advice(profile, decision))
+    assert "Local steps do" in predicted and "ms exposed" in predicted
+    told = str(make_advice(profile, decision, tried={plan.labels: 1.01 * silent_s}))
+    assert f"(predicted; tried: {1010 * silent_s:.1f} ms)." in told
+    assert "Local steps" not in told and "ms exposed" not in told.split("verdict")[1]
+
+
 def test_a_fixed_method_is_compared_with_what_would_be_chosen() -> None:
     profile = describe()
     fast, slow = decide(profile, 100), decide(profile, 1)

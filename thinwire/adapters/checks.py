@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -9,6 +11,8 @@ from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.validate import check_finite_number
+
+logger = logging.getLogger(__name__)
 
 
 def check_parameters(module: nn.Module | None, parameters: dict[str, nn.Parameter]) -> None:
@@ -34,6 +38,24 @@ def has_own_collectives(module: nn.Module | None) -> bool:
     return module is not None and any(
         type(child).__name__ == "SyncBatchNorm" for child in module.modules()
     )
+
+
+def check_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse what is no optimizer; warn of one that steps nothing of this model."""
+    if optimizer is None:
+        return
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        shown = repr(optimizer) if isinstance(optimizer, str) else f"a {type(optimizer).__name__}"
+        raise UsageError(
+            f"optimizer is {shown}; it must be the torch.optim.Optimizer that steps the model"
+        )
+    stepped = {id(parameter) for group in groups for parameter in group["params"]}
+    if not any(id(parameter) in stepped for parameter in parameters.values()):
+        logger.warning(
+            "the %s in optimizer= has none of the model's parameters; what is safe depends on the one that steps the model",
+            type(optimizer).__name__,
+        )
 
 
 def check_bucket_mb(bucket_mb: Any) -> None:

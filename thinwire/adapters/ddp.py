@@ -17,8 +17,8 @@ from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.checks import check_parameters, has_own_collectives
-from thinwire.adapters.handles import make_handle
+from thinwire.adapters.checks import check_optimizer, check_parameters, has_own_collectives
+from thinwire.adapters.handles import make_handle, warn_if_vain
 from thinwire.adapters.plain import plain_mean
 from thinwire.auto import Prospect
 from thinwire.engine.device_drivers import make_driver
@@ -58,6 +58,7 @@ def attach_ddp(
     described = describe_reduced(module)
     parameters = {name: pair[0] for name, pair in described.items()}
     check_parameters(module.module, parameters)
+    check_optimizer(optimizer, parameters)
     takeover = take_over(method, optimizer, parameters)
     device = next(iter(parameters.values())).device
     group = check_group(process_group, module.process_group)
@@ -77,6 +78,7 @@ def attach_ddp(
         hook = _hooks[module] = DdpHook(module)
     hook.connect(handle, described)
     handle.movable(partial(move_to_model, handle))
+    warn_if_vain(handle)
     return handle
 
 
@@ -301,7 +303,11 @@ _hooks: WeakKeyDictionary[DistributedDataParallel, DdpHook] = WeakKeyDictionary(
 def unwrap(model: nn.Module) -> nn.Module:
     """The model itself, out of torch.compile's wrapper."""
     inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
+    if not isinstance(inner, nn.Module):
+        raise UsageError(
+            f"model is of class {type(inner).__name__}; it must be a model in torch.nn.parallel.DistributedDataParallel, or one to "
+            "which fully_shard was applied"
+        )
     return inner
 
 

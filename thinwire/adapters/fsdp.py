@@ -28,10 +28,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.futures import Future
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from thinwire.adapters.checks import check_parameters
+from thinwire.adapters.checks import check_optimizer, check_parameters
 from thinwire.adapters.fsdp_state import make_form
 from thinwire.adapters.fsdp_units import Unit, find_units
-from thinwire.adapters.handles import make_handle
+from thinwire.adapters.handles import make_handle, warn_if_vain
 from thinwire.auto import Prospect
 from thinwire.engine.agreement import agree
 from thinwire.engine.device_drivers import make_driver
@@ -74,6 +74,7 @@ def attach_fsdp(
     parameters = {name: p for unit in units for name, p in unit.parameters.items()}
     check_parameters(model, parameters)
     replicas = find_replicas(units, process_group)
+    check_optimizer(optimizer, parameters)
     takeover = take_over(method, optimizer, parameters)
     form = make_form(units)
     if options["checksum"] and any(group.size() > 1 for group in form.groups()):
@@ -103,6 +104,7 @@ def attach_fsdp(
     except Exception:
         handle.close()
         raise
+    warn_if_vain(handle)
     return handle
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from thinwire.auto import Prospect
+from thinwire.auto.pilot import ONLY_DENSE
 from thinwire.auto.steering import bind
 from thinwire.engine import checkpoint
 from thinwire.engine.bucket_plan import BadDelivery
@@ -23,8 +25,11 @@ from thinwire.kernels.inspection import prepare_poison
 from thinwire.layout import BucketLayout, ParameterInfo
 from thinwire.methods.base import Method
 from thinwire.optim.base import Takeover
-from thinwire.plan.policy import Rule, check_settings
+from thinwire.plan.planner import FAR
+from thinwire.plan.policy import Rule, check_settings, make_plan
 from thinwire.validate import check_bool, check_choice
+
+logger = logging.getLogger(__name__)
 
 
 def make_handle(
@@ -80,6 +85,33 @@ def make_handle(
         build=build,
         prospect=prospect,
     )
+
+
+def warn_if_vain(handle: Handle) -> None:
+    """Say once where compressing cannot help: among one worker, or where every parameter goes dense in the end."""
+    method, rules = handle.steering.settings()
+    infos = handle.reducer.parameters.values()
+    pilot = handle.steering.pilot
+    if handle.rank == 0 and pilot is not None and pilot.idle:
+        logger.warning(ONLY_DENSE)
+    if handle.rank or pilot is not None or method.is_dense:
+        return
+    plan = make_plan(infos, method, rules, handle.world, FAR, quiet=True).values()
+    name = type(method).__name__
+    if all(one.dense for one in plan):
+        largest = max(plan, key=lambda one: one.info.numel)
+        logger.warning(
+            "%s compresses none of the %d parameters (%s: %s); all gradients go dense",
+            name,
+            len(plan),
+            largest.info.name,
+            largest.reason,
+        )
+    elif handle.world == 1:
+        logger.warning(
+            "there is one worker: nothing is sent, and what %s leaves out or rounds is lost time; use tw.Dense() here",
+            name,
+        )
 
 
 def check_skipping(checksum: Any, skippable: Any, skipped: Any) -> None:

@@ -22,7 +22,7 @@ from thinwire.adapters.checks import (
     has_own_collectives,
 )
 from thinwire.adapters.fusion import FusionBuffer, fuse
-from thinwire.adapters.handles import make_handle
+from thinwire.adapters.handles import make_handle, warn_if_vain
 from thinwire.adapters.wrapped import WrappedOptimizer
 from thinwire.auto import Prospect
 from thinwire.engine.device_drivers import make_driver
@@ -32,7 +32,7 @@ from thinwire.engine.replicas import ReplicaWatch
 from thinwire.engine.watching import look_at_replicas
 from thinwire.errors import UsageError
 from thinwire.layout import ParameterInfo, describe_module, describe_parameters
-from thinwire.methods.base import Method
+from thinwire.methods.base import Method, check_method
 from thinwire.optim.takeover import take_over
 from thinwire.plan.policy import Rule
 from thinwire.validate import check_bool, check_instance, check_positive_int
@@ -103,7 +103,7 @@ class DistributedOptimizer(WrappedOptimizer):
         on_difference: str = "raise",
     ) -> None:
         check_instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-        check_instance("method", method, Method, "a method such as tw.ADTopK(density=0.01)")
+        check_method(method)
         own = _check_own(bucket_mb, backward_passes_per_step, average)
         super().__init__(optimizer)
         described = _describe(optimizer, model, named_parameters)
@@ -133,6 +133,7 @@ class DistributedOptimizer(WrappedOptimizer):
         )
         if takeover is not None:
             takeover.commit([self.handle])
+        warn_if_vain(self.handle)
         share_from_first((parameters if model is None else model.state_dict()).values(), group)
         self.backward_passes_per_step = backward_passes_per_step
         self._average = average

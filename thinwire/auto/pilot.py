@@ -43,6 +43,10 @@ SURPRISES = 3
 PROFILE_VARIABLE = "THINWIRE_PROFILE"
 """Names a file that rank 0 writes its profile to when it has been measured."""
 
+ONLY_DENSE = (
+    "tw.Auto() stays dense, as nothing else is known to be safe without optimizer=, or with one that is neither SGD with momentum nor "
+    "of Adam's kind: pass optimizer=, or quality='balanced'."
+)
 MEASURING, TRYING, WATCHING = "measuring", "trying", "watching"
 
 Switch = Callable[[Method, Sequence[Rule]], bool]
@@ -287,14 +291,25 @@ class Pilot:
         advice = make_advice(self.profile, self.decision, tried=self._trials.seconds, kept=kept)
         return replace(advice, settled=self.phase == WATCHING)
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is a link, and nothing but dense to choose from."""
+        return len(self.candidates) < 2 and self._council.place.world > 1
+
+    @property
+    def says(self) -> str:
+        """Why a parameter is sent as it is, for `handle.plan()`."""
+        return {
+            MEASURING: "tw.Auto() is measuring",
+            TRYING: "tw.Auto() is trying it",
+            WATCHING: "chosen by tw.Auto()",
+        }[self.phase]
+
     def _why_nothing(self) -> str:
         if self._council.place.world == 1:
             return "There is one worker: nothing is sent, do not compress."
         if len(self.candidates) < 2:
-            return (
-                "Nothing but dense is safe for this kind of optimizer by our own evidence; pass optimizer=, or "
-                "quality='balanced' or 'fastest'."
-            )
+            return ONLY_DENSE
         if self.phase == WATCHING:
             return (
                 self.history[-1][1]

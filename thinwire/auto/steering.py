@@ -20,7 +20,7 @@ from thinwire.methods.base import ADAM_TAKEOVER, MOMENTUM_TAKEOVER, Adaptive, De
 from thinwire.optim.base import Takeover
 from thinwire.plan.advice import Advice
 from thinwire.plan.candidates import DENSE
-from thinwire.plan.policy import Rule
+from thinwire.plan.policy import DEFAULT, ON_SHARD, Rule, SlotPlan
 
 if TYPE_CHECKING:
     from thinwire.handle import Handle
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOT_MEASURED = (
-    "Nothing has been measured yet: call handle.measure() on every rank at the same step, train on for a dozen steps, and ask "
-    "again."
+    "Nothing has been measured under this method yet: call handle.measure() on every rank at the same step, train on for a dozen "
+    "steps, and ask again."
 )
+
+CLOSED = "The handle is closed: gradients are averaged as by plain DDP."
 
 FORGOTTEN = (
     "The state has nothing of what was held back: a distributed load reads only what a handle has room for, and one that begins dense, "
@@ -197,11 +199,21 @@ class Steering:
         self._onlooker = Onlooker(reducer, council, candidates, present, steps)
 
     def advise(self) -> Advice:
+        if self._handle.closed:
+            return Advice((), (CLOSED,))
         if self.pilot is not None:
             return self.pilot.advise()
         if self._onlooker is not None:
             return self._onlooker.advise()
         return Advice((), (NOT_MEASURED,), settled=False)
+
+    def explain(self, plan: SlotPlan) -> str:
+        """Why that happens to a parameter; what a pilot decided, and its user never asked for, is told as that."""
+        own = {f"by {rule}" for rule in self._policy}
+        asked, on, where = plan.reason.partition(ON_SHARD)
+        if self.pilot is None or asked in own or not asked.startswith((DEFAULT, "by rule(")):
+            return plan.reason
+        return f"{self.pilot.says}{on}{where}"
 
     def _dismiss_onlooker(self) -> None:
         if self._onlooker is not None:

@@ -48,7 +48,7 @@ def bench_exchange(
 ) -> None:
     """Compare exchanges: time, bandwidth and bytes as in nccl-tests, or words per rank against P.
 
-    Example: thinwire bench exchange --virtual 4,16,64,256 --count 262144 --out words
+    thinwire bench exchange --virtual 4,16,64,256 --count 262144 --out words
     """
     phases, ranks = output.phases, measured.ranks
     planned = [f"every exchange among {phases} ranks, one step, for a picture"]

@@ -53,6 +53,8 @@ LONGEST_RUN_S = 600.0
 MOST_STEPS = 120
 GRACE_S = 3.0
 
+CPU_ONLY = "That is for training on this kind of CPU. On a GPU steps are shorter, and compressing pays on faster links: ask where you train."
+
 Words = Annotated[
     list[str] | None,
     typer.Argument(
@@ -67,7 +69,7 @@ Words = Annotated[
 class Cluster:
     """What it is planned for."""
 
-    rate: str = "10gbit"
+    rate: Annotated[str, "RATE"] = "10gbit"
     """Rate of each worker's link."""
     workers: Positive = 4
     """How many there are."""
@@ -154,6 +156,8 @@ def plan(
     }
     border = describe_border(by_rate)
     typer.echo(border)
+    if profile.device == "CPU":
+        typer.echo(CPU_ONLY)
     if output.out is None:
         return
     settings = {"planned": " ".join(words), **asdict(cluster), **asdict(job)}
@@ -206,6 +210,7 @@ def find_profile(words: Sequence[str], job: Job, candidates: Sequence[Candidate]
         if not path.is_file():
             raise UsageError(f"profile is '{path}', but there is no such file")
         return Profile.load(path)
+    find_model(words[0])
     slow = "; a large model takes minutes on a CPU" if not torch.cuda.is_available() else ""
     typer.echo(f"measuring one worker of {words[0]} here{slow}", err=True)
     with alone():

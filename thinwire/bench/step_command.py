@@ -52,7 +52,7 @@ class StepPlan:
     methods: tuple[str, ...] = ("dense", "topk", "adtopk")
     """Names of methods and anchors, with commas; your own as module:attribute."""
     anchors: bool = True
-    """Measure {ANCHORS} as well; the last one only on a GPU."""
+    """Measure {ANCHORS} as well: the first two send nothing, without thinwire and with it; the last one only on a GPU."""
     rates: tuple[str, ...] | None = None
     """Link rates, with commas: 10gbit,1gbit. Needs root."""
     latency: Annotated[str | None, "TIME"] = None

@@ -142,9 +142,13 @@ def pick_rank(
     found: list[Mapping[str, Any]] = []
     saved_worlds = set()
     for state in states:
-        if not isinstance(state, Mapping) or state.get("version") not in READ_VERSIONS:
+        if not isinstance(state, Mapping) or "version" not in state:
             raise UsageError(
-                f"state has version {_version(state)!r}; this thinwire reads versions "
+                f"state is of class {type(state).__name__} and without a version; it must be what handle.state_dict() gave"
+            )
+        if state["version"] not in READ_VERSIONS:
+            raise UsageError(
+                f"state has version {state['version']!r}; this thinwire reads versions "
                 f"{' and '.join(map(str, READ_VERSIONS))}"
             )
         saved_worlds.add(int(state["world"]))
@@ -293,7 +297,3 @@ class _Keys:
         head = f"{self.prefix}ranks.rank{rank}.memory."
         tails = (key[len(head) :] for key in self.all if key.startswith(head))
         return [(store, name) for store, _, name in (tail.partition(".") for tail in tails)]
-
-
-def _version(state: Any) -> Any:
-    return state.get("version") if isinstance(state, Mapping) else type(state).__name__

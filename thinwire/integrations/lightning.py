@@ -16,7 +16,7 @@ from thinwire.adapters import attach
 from thinwire.errors import UsageError
 from thinwire.handle import Handle
 from thinwire.methods import Method
-from thinwire.validate import check_instance
+from thinwire.methods.base import check_method
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Compression(Callback):
     def __init__(
         self, method: Method, *, on_world_change: str | None = None, **settings: Any
     ) -> None:
-        check_instance("method", method, Method, "a method such as tw.ADTopK(density=0.01)")
+        check_method(method)
         self.method = method
         self.handle: Handle | None = None
         """There from the start of `fit` until the next one starts."""

@@ -15,6 +15,7 @@ from thinwire.errors import UsageError
 from thinwire.handle import Handle
 from thinwire.integrations.files import load_rank, save_rank
 from thinwire.methods import Method
+from thinwire.methods.base import check_method
 from thinwire.validate import check_instance
 
 
@@ -39,7 +40,7 @@ def compress(
     >>> trainer.train()
     """
     check_instance("trainer", trainer, Trainer, "a transformers.Trainer")
-    check_instance("method", method, Method, "a method such as tw.ADTopK(density=0.01)")
+    check_method(method)
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(one, CompressionCallback) for one in callbacks):
         raise UsageError(

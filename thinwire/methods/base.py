@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -158,6 +158,22 @@ class Method(Described, ABC):
         """What happens to this slot, in a few words for `handle.plan()`."""
 
 
+def check_method(method: Any) -> None:
+    """Refuse what is no method, and say what was probably meant."""
+    if isinstance(method, Method):
+        return
+    allowed = "it must be a method such as tw.ADTopK(density=0.01)"
+    if isinstance(method, type) and issubclass(method, Method):
+        raise UsageError(
+            f"method is the class {method.__name__}; it must be one with its settings, as tw.{method.__name__}(...)"
+        )
+    if hasattr(method, "param_groups"):
+        raise UsageError(
+            f"method is an optimizer, {type(method).__name__}; {allowed}, and an optimizer is passed as optimizer="
+        )
+    raise UsageError(f"method is {method!r}; {allowed}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dense(Method):
     """The plain mean, as DDP sends it.
@@ -249,6 +265,11 @@ class SparseMethod(Method):
 
     @abstractmethod
     def wire_format(self) -> Wire: ...
+
+    @property
+    def suits_adam(self) -> bool:
+        # With 1.0 nothing is held back.
+        return getattr(self, "density", None) == 1 or super().suits_adam
 
     @property
     def owns_momentum(self) -> bool:

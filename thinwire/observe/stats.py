@@ -50,7 +50,7 @@ class Stats(Described):
     dense_bytes: int
     """What DDP's own all-reduce would have sent."""
     wire_bytes: int
-    """What was sent."""
+    """What was sent, in the measurements of tw.Auto() too."""
     density: float
     """Entries sent / elements, over the parameters while they were compressed; 1.0 if none was."""
     memory_bytes: int
@@ -88,19 +88,27 @@ class Stats(Described):
         }
         return values if self.exposed_ms is None else {**values, "exposed_ms": self.exposed_ms}
 
+    def __str__(self) -> str:
+        """What `print` shows."""
+        width = max(len(name) for name, _ in self._shown())
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self._shown())
+
     def _repr_html_(self) -> str:
         """What a notebook shows."""
+        return html_table(("on this rank", ""), self._shown())
+
+    def _shown(self) -> list[tuple[str, str]]:
         rows = [
             ("steps", f"{self.steps:,}"),
             ("MB per step sent", f"{self.wire_bytes_per_step / 1e6:.3f}"),
             ("MB per step dense", f"{self.dense_bytes_per_step / 1e6:.3f}"),
             ("ratio", f"{self.ratio:.1f}"),
             ("density sent", f"{self.density:.2%}"),
-            ("MB held back", f"{self.memory_bytes / 1e6:.3f}"),
+            ("MB of memory", f"{self.memory_bytes / 1e6:.3f}"),
         ]
         if self.exposed_ms is not None:
             rows.append(("ms exposed per step", f"{self.exposed_ms:.2f}"))
-        return html_table(("on this rank", ""), rows)
+        return rows
 
 
 @dataclass(frozen=True)

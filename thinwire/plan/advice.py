@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.plan.candidates import DENSE
@@ -82,12 +82,16 @@ def make_advice(
 ) -> Advice:
     """`tried` has the seconds of plans that real steps were taken with; `kept` is what is in force, if not the choice."""
     in_force = decision.chosen if kept is None else kept
+    tried = tried or {}
     plans = {plan.labels: plan for plan in (*decision.uniform, decision.fastest, in_force)}
     rows = [
-        _row(plan, _verdict(plan, decision, in_force), (tried or {}).get(plan.labels))
+        _row(plan, _verdict(plan, decision, in_force), tried.get(plan.labels))
         for plan in plans.values()
     ]
-    sentences = [*_sentences(profile, decision, in_force), *_local_steps(decision)]
+    sentences = [
+        *_sentences(profile, decision, in_force, tried),
+        *_local_steps(decision, min(tried.values(), default=math.inf)),
+    ]
     return Advice(tuple(rows), tuple(sentences))
 
 
@@ -138,22 +142,25 @@ def _verdict(plan: Plan, decision: Decision, in_force: Plan) -> str:
     return "too slow" if late else "in time, keeps less"
 
 
-def _sentences(profile: Profile, decision: Decision, in_force: Plan) -> list[str]:
+def _sentences(
+    profile: Profile, decision: Decision, in_force: Plan, tried: Mapping[tuple[str, ...], float]
+) -> list[str]:
     dense, silent = decision.dense.prediction, decision.dense.prediction.silent_s
     exposed = 1e3 * dense.exposed_s
     if set(in_force.labels) == {DENSE}:
         near = dense.step_s <= NEAR_SILENT * silent
         why = f"is {exposed:.1f} ms slower than no communication" if near else "is as fast as any"
         return [f"Dense {why}: do not compress."]
+    took = tried.get(in_force.labels, in_force.prediction.step_s)
     sentences = [
-        f"Dense takes {1e3 * dense.step_s:.1f} ms, {dense.step_s / silent:.2f}x of no communication; "
-        f"{in_force.name} takes {1e3 * in_force.prediction.step_s:.1f} ms (predicted)."
+        f"Dense takes {_time(decision.dense, tried)}, {dense.step_s / silent:.2f}x of no communication; "
+        f"{in_force.name} takes {_time(in_force, tried)}."
     ]
     sentences += _mixture(in_force.labels)
     last = profile.units[-1]
     alone = in_force.prediction.spans[-1]
     left = alone.arrived - max(alone.encoded, 0.0)
-    if in_force.prediction.step_s > NEAR_FASTEST * silent and left > EXPOSED_MENTION_S:
+    if took > NEAR_FASTEST * silent and left > EXPOSED_MENTION_S:
         size = sum(i.numel * i.dtype.itemsize for i in profile.infos(last)) / 1e6
         sentences.append(
             f"The last bucket ({last.names[0]} and others, {size:.0f} MB) leaves {1e3 * left:.1f} ms exposed: "
@@ -162,10 +169,17 @@ def _sentences(profile: Profile, decision: Decision, in_force: Plan) -> list[str
     return sentences
 
 
-def _local_steps(decision: Decision) -> list[str]:
-    """What to do where every step would wait for the link."""
+def _time(plan: Plan, tried: Mapping[tuple[str, ...], float]) -> str:
+    """What a step takes, and how that is known."""
+    predicted = f"{1e3 * plan.prediction.step_s:.1f} ms (predicted"
+    took = tried.get(plan.labels)
+    return f"{predicted})" if took is None else f"{predicted}; tried: {1e3 * took:.1f} ms)"
+
+
+def _local_steps(decision: Decision, tried_s: float = math.inf) -> list[str]:
+    """What to do where every step would wait for the link, those among them that were tried: `tried_s` is the fastest."""
     dense = decision.dense.prediction
-    if decision.fastest.prediction.step_s <= TOO_SLOW * dense.silent_s:
+    if min(decision.fastest.prediction.step_s, tried_s) <= TOO_SLOW * dense.silent_s:
         return []
     # 4 bits are an eighth of a dense round, which may take a tenth of the steps between two.
     steps = max(2.0, dense.exposed_s / 8 / (LOCAL_SHARE * dense.silent_s))

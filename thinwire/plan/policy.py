@@ -12,7 +12,7 @@ from typing import Any
 from thinwire.described import Described
 from thinwire.errors import UsageError
 from thinwire.layout import Axis, ParameterInfo
-from thinwire.methods.base import Dense, Method
+from thinwire.methods.base import Dense, Method, check_method
 from thinwire.validate import (
     check_axis,
     check_bool,
@@ -22,6 +22,9 @@ from thinwire.validate import (
 )
 
 logger = logging.getLogger(__name__)
+
+DEFAULT, ON_SHARD = "default method", ", on this rank's shard"
+"""Reasons of a plan, and what follows one where a parameter is sharded."""
 
 
 @dataclass(frozen=True)
@@ -194,9 +197,9 @@ def _decide(
     info: ParameterInfo, method: Method, matching: Rule | None, world: int, step: int
 ) -> SlotPlan:
     chosen = (matching.apply(method) if matching is not None else method).at(step)
-    asked = f"by {matching}" if matching is not None else "default method"
+    asked = f"by {matching}" if matching is not None else DEFAULT
     if info.shard is not None:
-        asked += ", on this rank's shard"
+        asked += ON_SHARD
     base = method.at(step)
     if chosen.is_dense:
         return SlotPlan(info, chosen.beside(base), asked)
@@ -232,7 +235,7 @@ def _short(value: Any) -> str:
 
 
 def check_settings(method: Any, policy: Any, deterministic: Any) -> None:
-    check_instance("method", method, Method, "a method such as tw.ADTopK(density=0.01)")
+    check_method(method)
     check_bool("deterministic", deterministic)
     if policy is not None:
         check_instance("policy", policy, Sequence, "a list of tw.rule(...)")
