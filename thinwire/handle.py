@@ -20,6 +20,7 @@ from thinwire.engine.bucket_plan import backends_of
 from thinwire.engine.moving import FindGroup, move, share_progress, take_group
 from thinwire.engine.opaque import opaque
 from thinwire.engine.reducer import Reducer
+from thinwire.engine.repair import Follower
 from thinwire.engine.watching import check_replicas
 from thinwire.errors import UsageError
 from thinwire.layout import Shard
@@ -277,7 +278,10 @@ class Handle:
         `regroup` does it. A rank that has attached to a group that others moved to calls it while they call `regroup`.
         """
         self._refuse_if_closed()
-        share_progress(self.reducer)
+        followers: list[Follower] = [self.reducer.assignments]
+        if self.steering.takeover is not None:
+            followers.append(self.steering.takeover)
+        share_progress(self.reducer, followers)
 
     def movable(self, find_group: FindGroup) -> None:
         """Let `regroup` find the group by this function of what it is given; adapters call it."""
