@@ -162,6 +162,51 @@ def test_under_ddp_the_model_is_wrapped_anew_and_the_handle_moves(pools):
     pools(3).run(ddp_job)
 
 
+def momentum_job(rank: int, world: int) -> None:
+    """The momentum of dense parameters and of weight decay is the handle's, and a new rank has to have it."""
+    pair, model = dist.new_group([0, 1]), make_cnn()
+    own = DistributedDataParallel(model, process_group=pair) if rank < 2 else None
+    if own is not None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+        handle = tw.attach(own, tw.DGC(density=0.1), optimizer=optimizer)
+        train(own, optimizer, batches(rank, 3))
+    whole = DistributedDataParallel(model)
+    if own is not None:
+        handle.regroup(model=whole)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+        handle = tw.attach(whole, tw.DGC(density=0.1), optimizer=optimizer)
+        handle.join()
+    train(whole, optimizer, batches(rank, 3))
+    prints: list[bytes] = [b""] * world
+    dist.all_gather_object(prints, fingerprint(model))
+    assert len(set(prints)) == 1
+    handle.close()
+
+
+def test_a_new_rank_takes_over_momentum_that_is_alike_on_all(pools):
+    pools(3).run(momentum_job)
+
+
+def unsent_job(rank: int, world: int) -> None:
+    pair, model = dist.new_group([0, 1]), make_cnn()
+    own = DistributedDataParallel(model, process_group=pair) if rank < 2 else None
+    if own is not None:
+        handle = tw.attach(own, sparse())
+        train(own, torch.optim.SGD(own.parameters(), lr=0.05), batches(rank, 3))
+        handle.switch(tw.Dense())
+    whole = DistributedDataParallel(model)
+    with pytest.raises(tw.UsageError, match="attach anew on all ranks"):
+        if own is not None:
+            handle.regroup(model=whole)
+        else:
+            tw.attach(whole, tw.Dense()).join()
+
+
+def test_nobody_joins_while_what_was_held_back_is_about_to_be_sent(pools):
+    pools(3).run(unsent_job)
+
+
 def killed_job(rank: int, world: int, skippable: bool) -> tuple[bool, bool, bytes]:
     """Of three ranks one is killed in the middle of a step. The others go on in a group of their own with the next batch."""
     model = make_cnn()

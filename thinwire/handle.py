@@ -20,6 +20,7 @@ from thinwire.engine.bucket_plan import backends_of
 from thinwire.engine.moving import FindGroup, move, share_progress, take_group
 from thinwire.engine.opaque import opaque
 from thinwire.engine.reducer import Reducer
+from thinwire.engine.repair import Follower
 from thinwire.engine.watching import check_replicas
 from thinwire.errors import UsageError
 from thinwire.layout import Shard
@@ -64,6 +65,9 @@ class Handle:
         self._find_group: FindGroup = take_group
         self._skips = skips
         self._on_close: list[Callable[[], None]] = []
+        self._before_switch: list[Callable[[], None]] = []
+        self.to_lose_nothing = "switch(tw.Dense()) and one more step"
+        """What would have sent what `close` drops."""
         self.closed = False
         self.steering = Steering(self, method, policy, takeover, prospect or Prospect())
 
@@ -200,6 +204,8 @@ class Handle:
         """
         self._refuse_if_closed()
         check_settings(method, policy, False)
+        for action in self._before_switch:
+            action()
         self.steering.switch(method, policy)
 
     @opaque
@@ -238,9 +244,9 @@ class Handle:
         held = sum(memory.nbytes() for memory in self.reducer.assignments.memories())
         if not self.steering.give_back() and held:
             logger.warning(
-                "close() drops %.1f MB of gradient that was held back; switch(tw.Dense()) and one more step "
-                "would have sent it",
+                "close() drops %.1f MB of gradient that was held back; %s would have sent it",
                 held / 1e6,
+                self.to_lose_nothing,
             )
         self.closed = True
         for action in self._on_close:
@@ -272,7 +278,10 @@ class Handle:
         `regroup` does it. A rank that has attached to a group that others moved to calls it while they call `regroup`.
         """
         self._refuse_if_closed()
-        share_progress(self.reducer)
+        followers: list[Follower] = [self.reducer.assignments]
+        if self.steering.takeover is not None:
+            followers.append(self.steering.takeover)
+        share_progress(self.reducer, followers)
 
     def movable(self, find_group: FindGroup) -> None:
         """Let `regroup` find the group by this function of what it is given; adapters call it."""
@@ -281,6 +290,10 @@ class Handle:
     def on_close(self, action: Callable[[], None]) -> None:
         """Have `action` called when the handle closes."""
         self._on_close.append(action)
+
+    def before_switch(self, action: Callable[[], None]) -> None:
+        """Have `action` called before another method is used: nothing may be under way then."""
+        self._before_switch.append(action)
 
     # -- saving it ---------------------------------------------------------------------------------------------
 

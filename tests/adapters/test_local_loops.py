@@ -330,6 +330,74 @@ def test_loading_drops_a_round_under_way(pools):
         assert torch.equal(back, on)
 
 
+@pytest.mark.parametrize("fragments", [1, 2, 3])
+def test_a_round_that_was_saved_under_other_settings_arrives(fragments):
+    """The part of the model that travelled moves to where it would have gone, however fragments are cut now."""
+    models = make_models()
+    optimizers = [sgd(model) for model in models]
+    sim = tw.LocalSteps.simulate(models, optimizers, EXACT, every=8, fragments=2, delay=3)
+    run(sim, models, optimizers, 4)
+    saved, places = sim.state_dict(), [copy.deepcopy(model.state_dict()) for model in models]
+    for _ in range(3):
+        sim.step()
+    assert not sim.workers[0].travelling
+    others = make_models()
+    again = tw.LocalSteps.simulate(
+        others, list(map(sgd, others)), EXACT, every=3, fragments=fragments
+    )
+    for other, place in zip(others, places, strict=True):
+        other.load_state_dict(place)
+    again.load_state_dict(saved)
+    assert again.workers[0].travelling
+    for worker in again.workers:
+        worker.finish_now()
+    for model, other in zip(models, others, strict=True):
+        assert torch.equal(values(model), values(other))
+
+
+def test_the_next_round_waits_for_one_that_was_saved_with_a_longer_delay():
+    models = make_models()
+    optimizers = [sgd(model) for model in models]
+    sim = tw.LocalSteps.simulate(models, optimizers, EXACT, every=8, delay=7)
+    run(sim, models, optimizers, 8)
+    others = make_models()
+    again = tw.LocalSteps.simulate(others, list(map(sgd, others)), EXACT, every=2)
+    again.load_state_dict(sim.state_dict())
+    for _ in range(2):
+        again.step()
+    assert [worker.rounds for worker in again.workers] == [2] * len(others)
+
+
+def test_a_method_may_change_while_a_round_travels():
+    """The round arrives first, and what was held back leaves with the last one."""
+    models = make_models()
+    optimizers = [sgd(model) for model in models]
+    method = tw.Quantized(bits=4, dense_fallback=False)
+    sim = tw.LocalSteps.simulate(models, optimizers, method, every=7, delay=3)
+    run(sim, models, optimizers, 8)
+    for worker in sim.workers:
+        assert worker.travelling and worker.handle.residual("0.weight").any()
+        worker.handle.switch(tw.Dense())
+        assert not worker.travelling and worker.rounds == 1
+    sim.finish()
+    for worker, model in zip(sim.workers, models, strict=True):
+        assert worker.lost_rounds == 0 and not worker.handle.residual("0.weight").any()
+        assert torch.equal(values(model), values(models[0]))
+
+
+def finish_too_late(rank, world):
+    model = make_models(1)[0]
+    local = tw.LocalSteps(model, sgd(model), every=2)
+    local.close()
+    with pytest.raises(tw.UsageError, match="before close"):
+        local.finish()
+
+
+@pytest.mark.workers
+def test_closed_local_steps_say_so(pools):
+    pools(2).run(finish_too_late)
+
+
 def save(rank, world):
     model = make_models(1)[0]
     optimizer = sgd(model)

@@ -119,6 +119,26 @@ def test_a_switch_under_way_outlives_a_load(pools: Callable[[int], Pool]) -> Non
     assert float(((mine + other) / 2 - wanted).abs().sum() / wanted.abs().sum()) < 1e-5
 
 
+def begin_to_choose(rank: int, world: int, adam: bool) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """From a method that does a part of the optimizer's work to Auto, which begins dense."""
+    kept = tw.DGC(density=0.05, memory=tw.memory.MomentumCorrection(masking=False))
+    job = LinearJob(rank, TOP if adam else kept, adam=adam)
+    for _ in range(4):
+        job.step()
+    job.handle.switch(auto(measure_steps=100))
+    for _ in range(3):
+        job.step()
+    return job.displacement(), job.weights(), job.pilot.phase
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_auto_follows_a_method_that_owns_momentum(pools: Callable[[int], Pool], adam: bool) -> None:
+    moved, weights, phases = zip(*pools(2).run(begin_to_choose, adam), strict=True)
+    wanted = expected(2, 7, adam=adam)
+    assert float((torch.stack(moved).mean(0) - wanted).abs().sum() / wanted.abs().sum()) < 1e-5
+    assert torch.equal(weights[0], weights[1]) and phases == ("measuring", "measuring")
+
+
 def test_what_cannot_be_taken_over_is_refused_at_once(pools: Callable[[int], Pool]) -> None:
     for message in pools(2).run(refused):
         assert "DGC can take momentum over from torch.optim.SGD" in message

@@ -53,6 +53,21 @@ def test_a_fixed_method_is_told_what_would_be_better(pools: Callable[[int], Pool
     assert first["unchanged"] and first["hooks"] == (1, None)
 
 
+def looking_on_at_momentum(rank: int, world: int) -> set[str]:
+    job = LinearJob(rank, tw.DGC(density=0.05))
+    job.handle.measure(3)
+    for _ in range(7):
+        job.step()
+    return {row.name for row in job.handle.advise().rows}
+
+
+def test_sgd_whose_momentum_was_taken_over_is_sgd_with_momentum(
+    pools: Callable[[int], Pool],
+) -> None:
+    for names in pools(2).run(looking_on_at_momentum):
+        assert names >= {"dense", "topk-1%", "adtopk-1%"}
+
+
 def test_what_cannot_be_measured_is_said() -> None:
     simulation = tw.simulate(Model(8), workers=2, method=tw.TopK())
     with pytest.raises(UsageError, match="simulated workers have none"):

@@ -67,7 +67,10 @@ def leftover_job(rank: int, world: int) -> dict[str, int]:
     found = {}
     for habit in ("set to none", "set to zero", "zero after forward", "no_sync", "forgotten"):
         for view in (False, True):
-            ddp = DistributedDataParallel(make_cnn(), gradient_as_bucket_view=view)
+            # Several buckets: the first has come long before the last gradient.
+            ddp = DistributedDataParallel(
+                make_cnn(), gradient_as_bucket_view=view, bucket_cap_mb=0.004
+            )
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
             warnings = Warnings()
             logging.getLogger("thinwire").addHandler(warnings)

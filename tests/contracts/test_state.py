@@ -197,6 +197,29 @@ def test_distributed_checkpoint_keeps_every_ranks_own_residual(pools, tmp_path, 
     pools(2).run(distributed_load_job, adapter, str(tmp_path), means)
 
 
+def nothing_held_job(rank: int, world: int) -> None:
+    """One rank holds nothing back of parameters that are dense now; all send alike."""
+    _, module, optimizer, handle = build("ddp")
+    train(module, optimizer, batches(rank, 2))
+    state = handle.state_dict()
+    handle.close()
+    if rank == 0:
+        for held in state["ranks"]["rank0"]["memory"]["residual"].values():
+            held.zero_()
+    model, module, optimizer, fresh = build("ddp", tw.Dense())
+    fresh.load_state_dict(state)
+    train(module, optimizer, batches(rank, 1))
+    assert not fresh.residual("6.weight").any()
+    prints: list[bytes] = [b""] * world
+    dist.all_gather_object(prints, fingerprint(model))
+    assert len(set(prints)) == 1
+    fresh.close()
+
+
+def test_a_rank_that_holds_nothing_back_sends_as_the_others_do(pools):
+    pools(2).run(nothing_held_job)
+
+
 def pending_flush_job(rank: int, world: int, folder: str) -> None:
     """Saved between switch and the next step, the flush still happens after the restart."""
     _, module, optimizer, handle = build("ddp")
@@ -277,7 +300,8 @@ def distributed_adam_job(rank: int, world: int, folder: str) -> None:
     optimizer.load_state_dict(state)
     handle.load_checkpoint(folder)
     assert all(torch.equal(handle.residual(name), held[name]) for name in held)
-    assert handle.state_dict()["ranks"][f"rank{rank}"]["takeover"] == {"learned": 2, "since": 2}
+    taken = handle.state_dict()["ranks"][f"rank{rank}"]["takeover"]
+    assert (taken["learned"], taken["since"]) == (2, 2)
     step(ddp, optimizer)
     handle.close()
     _, optimizer, handle = make()

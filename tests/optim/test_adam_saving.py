@@ -71,6 +71,25 @@ def test_resume_is_bit_exact(method: tw.AdamScale, order: str, stop: int) -> Non
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("stop", [4, 6, 9])
+def test_a_dense_start_that_is_watched_ends_where_it_would_have(stop: int) -> None:
+    """What was seen of the second moments before the stop counts, so that the same step is the first compressed one."""
+    method = in_scale(start=tw.Settled(tolerance=0.9, steps=5, at_least=5))
+    model, optimizer, simulation = start(method)
+    whole = train(optimizer, simulation, model, range(14))
+    assert not simulation.plan()["0.weight"].dense
+    model, optimizer, simulation = start(method)
+    train(optimizer, simulation, model, range(stop))
+    assert simulation.plan()["0.weight"].dense
+    states = saved((model.state_dict(), optimizer.state_dict(), simulation.state_dict()))
+    model, optimizer, simulation = start(method)
+    for part, state in zip((model, optimizer, simulation), states, strict=True):
+        part.load_state_dict(state)
+    rest = train(optimizer, simulation, model, range(stop, 14))
+    for a, b in zip(whole[-1], rest[-1], strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_saved_optimizer_is_plain_adamws() -> None:
     """Its second moment goes on where it was; momentum starts anew."""
     model, optimizer, simulation = start(in_scale(divisor=EVERY_STEP))

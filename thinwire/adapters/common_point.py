@@ -197,6 +197,15 @@ def cut_into_fragments(
     ]
 
 
+def make_fragment(
+    point: CommonPoint, names: Sequence[str], device: torch.device, bucket_bytes: int
+) -> Fragment:
+    """These parameters as a fragment of their own, in memory of its own."""
+    layouts = cut_into_layouts(point, names, device, bucket_bytes)
+    memory = torch.zeros(needed_bytes(layouts), dtype=torch.uint8, device=device)
+    return Fragment(names, place_buckets(layouts, memory))
+
+
 def cut_into_layouts(
     point: CommonPoint, names: Sequence[str], device: torch.device, bucket_bytes: int
 ) -> list[BucketLayout]:

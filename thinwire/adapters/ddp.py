@@ -159,7 +159,7 @@ class DdpHook:
             # Raised here it would leave DDP's reducer unusable; through the future it ends backward().
             fail(future, error)
         else:
-            if self._watch is not None and self._watch.exchange_begins():
+            if self._watch is not None and bucket.is_last() and self._watch.backward_ends():
                 self._watch = None
             self.handle.reducer.reduce(Bucket(layout, bucket.buffer()), future)
         if bucket.is_last():
@@ -282,14 +282,14 @@ class LeftoverWatch:
             self._leftover = bool(parameter.grad.any())
         self._averaged = False
 
-    def exchange_begins(self) -> bool:
-        """True when there is nothing more to watch for."""
+    def backward_ends(self) -> bool:
+        """The last bucket of a synchronising backward has come; True when there is nothing more to watch for."""
         if self._leftover:
             logger.warning(
                 "a synchronising backward ran without zero_grad after the last one, so an averaged gradient is compressed "
                 "a second time; accumulate under no_sync() and synchronise once"
             )
-        self._steps += not self._averaged
+        self._steps += 1
         self._averaged = True
         finished = self._leftover or self._steps > self.STEPS
         if finished and self._remover is not None:

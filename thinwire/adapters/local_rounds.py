@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from thinwire.adapters.common_point import CommonPoint, Fragment, cut_into_fragments
+from thinwire.adapters.common_point import CommonPoint, Fragment, cut_into_fragments, make_fragment
 from thinwire.adapters.handles import make_handle
 from thinwire.adapters.local_checks import check_owned, check_trained, listed, plain_module
 from thinwire.adapters.local_settings import LocalSettings
@@ -97,7 +97,7 @@ class LocalRounds:
         check_owned("outer", [self.outer], self.point.tensors, "which it was given to step")
         device = self.point.device
         self.fragments = cut_into_fragments(
-            self.point, settings.fragments, device, int(settings.bucket_mb * 2**20)
+            self.point, settings.fragments, device, settings.bucket_bytes
         )
         self._round: Round | None = None
         self.handle: Handle = make_handle(
@@ -112,6 +112,8 @@ class LocalRounds:
             settings={"local steps": str(settings), "outer optimizer": repr(self.outer)},
         )
         self.handle.movable(refuse_to_move)
+        self.handle.before_switch(self.finish_now)
+        self.handle.to_lose_nothing = "handle.switch(tw.Dense()) before finish()"
         # Inner steps go on while a round travels: nobody waits for it.
         self.handle.reducer.exposure.wanted = False
 
@@ -131,6 +133,8 @@ class LocalRounds:
         turn = self.settings.starts.get(self.steps % self.settings.every)
         if turn is not None:
             check_trained(self._module, self.point.parameters)
+            # One that was loaded may be due later: it was saved under other settings.
+            self.finish_now()
             self._round = self._begin(self.fragments[turn])
 
     @torch.no_grad()
@@ -164,6 +168,10 @@ class LocalRounds:
 
     def _begin(self, fragment: Fragment, *, ending: bool = False) -> Round:
         """Send a fragment. A worker that is `ending` takes no inner steps meanwhile."""
+        if self.handle.closed:
+            raise UsageError(
+                "these local steps are closed, so that no round can begin; call finish() before close(), and make new ones to go on"
+            )
         reducer, settings = self.handle.reducer, self.settings
         mine = torch.tensor([int(ending), self.steps], device=self.point.device)
         marks = reducer.accompany(gather_marks(mine), "the workers' steps")
@@ -299,9 +307,7 @@ class LocalRounds:
         travelling: dict[str, Any] = {}
         if self._round is not None:
             one = self._arrived()
-            number = self.fragments.index(one.fragment)
             travelling = {
-                "fragment": number,
                 "due": one.due,
                 "keep_local": one.keep_local,
                 "bad": int(bool(one.bad)),
@@ -345,7 +351,13 @@ class LocalRounds:
         self._count_from(state)
         travelling = state["round"]
         if travelling:
-            fragment = self.fragments[travelling["fragment"]]
+            # Fragments may be cut in another way here.
+            fragment = make_fragment(
+                self.point,
+                list(travelling["update"]),
+                self.point.device,
+                self.settings.bucket_bytes,
+            )
             self.point.write(fragment, travelling["update"])
             self._round = Round(
                 fragment,

@@ -57,6 +57,10 @@ class LocalSettings:
                 f"delay is {delay!r}; it must be from 0 to {shortest - 1}, less than the steps between two rounds"
             )
 
+    @property
+    def bucket_bytes(self) -> int:
+        return int(self.bucket_mb * 2**20)
+
     @cached_property
     def starts(self) -> dict[int, int]:
         """By the count of steps modulo `every`: the fragment whose round begins then, at equal distances."""

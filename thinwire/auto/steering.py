@@ -367,6 +367,9 @@ def bind(
 ) -> tuple[Method, list[Rule]]:
     """The settings with what was taken over from the optimizer in them."""
     if takeover is not None:
+        if method.adaptive is not None and method.takes_over is None:
+            # It begins dense, and whoever it chooses then has momentum change hands if need be.
+            method = Dense()
         return takeover.bind(method), takeover.bind_policy(policy)
     if method.takes_over is not None:
         raise UsageError(

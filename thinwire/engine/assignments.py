@@ -259,7 +259,8 @@ class ParameterAssignments:
         return True
 
     def _adopt(self, name: str, store: str, values: Tensor) -> None:
-        if not self.write_memory(name, store, values) and store == "residual" and values.any():
+        if not self.write_memory(name, store, values) and store == "residual":
+            # Also where this rank's is zero: the others' may not be, and all ranks have to send alike.
             assignment = self.by_name[name]
             carrier = ResidualState(Residual())
             carrier.stores["residual"].write(name, values.to(self.device))

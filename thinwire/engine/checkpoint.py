@@ -7,7 +7,7 @@
         "memory": {store: {name: tensor}},
         "selection": {name: {what selection, exchange or low rank have learned}},
         "auto": what a method that chooses for itself has decided,        only where there is one
-        "takeover": {number: what was taken over from an optimizer},      likewise
+        "takeover": {number or text: what was taken over from an optimizer},      likewise
         "shards": {name: which part of the parameter it is}}}}    only where parameters are sharded
 
 Version 1 is the same without shards. Plain tensors and numbers only, so that `torch.load(weights_only=True)` reads it; keys carry the rank, because

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from thinwire.engine.device_drivers import make_driver, make_on
 from thinwire.engine.drivers import Driver
 from thinwire.engine.reducer import Reducer
+from thinwire.engine.repair import Follower
 from thinwire.errors import UsageError
 
 FindGroup = Callable[[dist.ProcessGroup | None, nn.Module | None], dist.ProcessGroup]
@@ -20,6 +22,7 @@ FindGroup = Callable[[dist.ProcessGroup | None, nn.Module | None], dist.ProcessG
 
 OWN = ("memory", "shards")
 """What of a rank's state is its own. The rest is the same on all ranks of a group."""
+ALIKE = "alike"
 
 
 def refuse_to_move(
@@ -50,24 +53,36 @@ def move(old: Reducer, group: dist.ProcessGroup, build: Callable[[Driver], Reduc
     return made
 
 
-def share_progress(reducer: Reducer) -> None:
+def share_progress(reducer: Reducer, followers: Sequence[Follower]) -> None:
     """Ranks that are behind take counters and what was learned from the first that is furthest.
 
-    1. Every rank says its step.
-    2. The first of the furthest sends all of its state but the memory, if anyone is behind.
+    1. Every rank says its step, and what it is about to send whole because it was held back.
+    2. The first of the furthest sends all of its state but the memory, if anyone is behind, and what its `followers` keep alike on
+       all ranks, such as the momentum of dense parameters.
     3. Those behind load it. What they hold back stays.
     """
     driver = reducer.driver
-    steps = [int(one) for one in driver.gather(str(reducer.step).encode())]
+    passing = [name for name, one in reducer.assignments.by_name.items() if one.flushing]
+    said = [json.loads(one) for one in driver.gather(json.dumps([reducer.step, passing]).encode())]
+    steps = [step for step, _ in said]
     if min(steps) == max(steps):
         return
+    if any(names != passing for _, names in said):
+        raise UsageError(
+            "the ranks that were here before are about to send what they hold back, for which a new one has no place; "
+            "switch(tw.Dense()), one step and close() there, and then attach anew on all ranks"
+        )
     source = steps.index(max(steps))
     content = reducer.state_dict()
     shared = {key: values for key, values in content.items() if key not in OWN}
-    received = driver.broadcast(to_bytes(shared), source)
+    shared[ALIKE] = [one.shared_state() for one in followers]
+    received = from_bytes(driver.broadcast(to_bytes(shared), source))
+    alike = received.pop(ALIKE)
     if reducer.step < max(steps):
         own = {key: values for key, values in content.items() if key in OWN}
-        reducer.load_state_dict({**from_bytes(received), **own})
+        reducer.load_state_dict({**received, **own})
+        for one, state in zip(followers, alike, strict=True):
+            one.load_shared_state({name: held.to(reducer.device) for name, held in state.items()})
 
 
 def to_bytes(content: Mapping[str, Any]) -> bytes:

@@ -342,14 +342,20 @@ class AdamTakeover(Takeover):
         for name, memory in self._memories(self.handles[0]):
             memory.stores[SECOND_MOMENT].write(name, state[name])
 
-    def numbers(self) -> dict[str, int]:
-        return {"learned": self.adam.learned, "since": self.adam.since}
+    def numbers(self) -> dict[str, int | str]:
+        return {
+            "learned": self.adam.learned,
+            "since": self.adam.since,
+            "watch": self._watch.to_json(),
+        }
 
-    def before_load(self, handle: Handle, numbers: Mapping[str, int]) -> None:
+    def before_load(self, handle: Handle, numbers: Mapping[str, int | str]) -> None:
         learned, since = (
             int(numbers.get(key, missing)) for key, missing in (("learned", 0), ("since", NEVER))
         )
         self.adam = replace(self.adam, learned=learned, since=since)
+        watch = numbers.get("watch")
+        self._watch = SettlingWatch() if watch is None else SettlingWatch.from_json(str(watch))
         handle.steering.rebind()
 
     def after_load(self, handle: Handle, memory: Mapping[str, Mapping[str, Tensor]]) -> None:

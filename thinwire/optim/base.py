@@ -57,12 +57,12 @@ class Takeover(ABC):
     def load_shared_state(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Replace it."""
 
-    def numbers(self) -> dict[str, int]:
-        """What a handle saves for this: numbers, the same on all ranks."""
+    def numbers(self) -> dict[str, int | str]:
+        """What a handle saves for this: numbers, or text that has some, the same on all ranks."""
         return {}
 
-    def before_load(self, handle: Handle, numbers: Mapping[str, int]) -> None:  # noqa: B027
-        """The handle is about to load its state, with the numbers that were saved."""
+    def before_load(self, handle: Handle, numbers: Mapping[str, int | str]) -> None:  # noqa: B027
+        """The handle is about to load its state, with what `numbers` returned when it was saved."""
 
     def after_load(  # noqa: B027
         self, handle: Handle, memory: Mapping[str, Mapping[str, Tensor]]

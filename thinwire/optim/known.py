@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
+from thinwire.optim.momentum import TAKEN
 from thinwire.plan.candidates import ADAM, UNKNOWN
 from thinwire.plan.candidates import SGD as SGD_KIND
 
@@ -44,6 +45,8 @@ def evidence_of(optimizer: Optimizer | None) -> str:
     """What is known of SGD was found with momentum."""
     found = EVIDENCE.find(optimizer) or UNKNOWN
     if optimizer is not None and found == SGD_KIND:
-        momenta = [float(group["momentum"]) for group in optimizer.param_groups]
+        # Its own momentum is 0 while a method has it.
+        groups = [group.get(TAKEN, group) for group in optimizer.param_groups]
+        momenta = [float(group["momentum"]) for group in groups]
         return SGD_KIND if max(momenta) else UNKNOWN
     return found

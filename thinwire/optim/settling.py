@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ MOST_TENSORS = 0.75
 
 @dataclass(eq=False)
 class SettlingWatch:
-    """Compares windows of steps with the one before. What it saw is not saved: after a restart it needs two windows again."""
+    """Compares windows of steps with the one before."""
 
     _seen: list[Tensor] = field(default_factory=list)
     """Sizes in this window."""
@@ -53,7 +54,7 @@ class SettlingWatch:
         ends = step % rule.steps == 0
         # At the end in any case: who has come a moment ago takes part in the agreement of the others.
         if ends or step % max(1, rule.steps // LOOKS) == 0:
-            self._seen.append(sizes())
+            self._look(sizes())
         if not ends:
             return False
         alike = [one for one in self._seen if one.shape == self._seen[-1].shape]
@@ -66,6 +67,29 @@ class SettlingWatch:
             change = (now - before).abs() / before.clamp(min=torch.finfo(torch.float32).tiny)
             settled = (change.quantile(MOST_TENSORS) < rule.tolerance).float()
         return self._agree(settled, driver)
+
+    def _look(self, now: Tensor) -> None:
+        # What was read from a state lies on the CPU.
+        self._seen = [*(one.to(now.device) for one in self._seen), now]
+        self._before = None if self._before is None else self._before.to(now.device)
+
+    # -- saving it -----------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """What it has seen, the same on all ranks, as text that every kind of checkpoint takes."""
+        before = None if self._before is None else self._before.tolist()
+        return json.dumps({"seen": [one.tolist() for one in self._seen], "before": before})
+
+    @classmethod
+    def from_json(cls, text: str) -> SettlingWatch:
+        said = json.loads(text)
+        before = said["before"]
+        return cls(
+            [torch.tensor(one) for one in said["seen"]],
+            None if before is None else torch.tensor(before),
+        )
+
+    # -- together ------------------------------------------------------------------------------------------------
 
     def _agree(self, settled: Tensor, driver: Driver | None) -> bool:
         if driver is None or driver.place.world == 1:
