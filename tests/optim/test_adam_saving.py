@@ -71,6 +71,28 @@ def test_resume_is_bit_exact(method: tw.AdamScale, order: str, stop: int) -> Non
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("stop", [1, START, START + 2])
+@pytest.mark.parametrize("order", ["optimizer first", "handle first"])
+@pytest.mark.parametrize("method", COMBINATIONS.values(), ids=COMBINATIONS)
+def test_going_back_in_one_process_is_bit_exact(
+    method: tw.AdamScale, order: str, stop: int
+) -> None:
+    """To a step of the dense start too, which has ended in between."""
+    model, optimizer, simulation = start(method)
+    train(optimizer, simulation, model, range(stop))
+    states = saved((model.state_dict(), optimizer.state_dict(), simulation.state_dict()))
+    first = train(optimizer, simulation, model, range(stop, 8))
+    model.load_state_dict(states[0])
+    if order == "optimizer first":
+        optimizer.load_state_dict(states[1])
+    simulation.load_state_dict(states[2])
+    if order == "handle first":
+        optimizer.load_state_dict(states[1])
+    again = train(optimizer, simulation, model, range(stop, 8))
+    for ours, theirs in zip(first, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_a_saved_optimizer_is_plain_adamws() -> None:
     """Its second moment goes on where it was; momentum starts anew."""
     model, optimizer, simulation = start(in_scale(divisor=EVERY_STEP))

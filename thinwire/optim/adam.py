@@ -349,10 +349,19 @@ class AdamTakeover(Takeover):
         learned, since = (
             int(numbers.get(key, missing)) for key, missing in (("learned", 0), ("since", NEVER))
         )
+        if since == NEVER:
+            self._watch = SettlingWatch()
+        if self.turned and since == NEVER:
+            # The optimizer goes on alone, until the dense start ends again.
+            for name, held in list(self._memories(handle)):
+                self._return(name, None, held)
         self.adam = replace(self.adam, learned=learned, since=since)
         handle.steering.rebind()
 
     def after_load(self, handle: Handle, memory: Mapping[str, Mapping[str, Tensor]]) -> None:
+        if not self.turned:
+            # It may have loaded its moments when they were still the handle's.
+            self._loaded.put_back(self.optimizer)
         self._collect()
 
     def _save_plain(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
