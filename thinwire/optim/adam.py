@@ -209,9 +209,10 @@ class AdamTakeover(Takeover):
 
     def _measure(self) -> Tensor:
         """The sizes of the second moments that are to be divided by."""
-        names, state = find_compressed(self.handles[0]), self.optimizer.state
-        states = [state[self.parameters[name]] for name in names if self.parameters[name] in state]
-        return measure_moments(states, self.adam.beta2)
+        handle, state = self.handles[0], self.optimizer.state
+        held = [self.parameters[name] for name in find_compressed(handle)]
+        states = [state[parameter] for parameter in held if parameter in state]
+        return measure_moments(states, self.adam.beta2, handle.reducer.device)
 
     def count_learned(self) -> int:
         """Steps that the optimizer has taken. The host waits for an optimizer whose counters are on a device."""
@@ -266,7 +267,8 @@ class AdamTakeover(Takeover):
         found: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             state = self.optimizer.state.get(parameter, {})
-            if "exp_avg_sq" in state:
+            # Of a parameter that was saved before its first step there is a moment of 0, which says nothing.
+            if "exp_avg_sq" in state and state["step"] > 0:
                 wide = state["exp_avg_sq"].to(torch.promote_types(parameter.dtype, torch.float32))
                 v = wide / (1 - self.adam.beta2 ** state["step"].to(wide))
                 found[name] = raise_to_floor(v, self.method.floor)
