@@ -116,6 +116,13 @@ def test_a_saved_optimizer_is_plain_adamws() -> None:
     adamw.step()
 
 
+def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
+    model, optimizer, _ = start(in_scale())
+    state = torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
+    with pytest.raises(UsageError, match="betas is None in the saved optimizer"):
+        optimizer.load_state_dict(state)
+
+
 def test_other_betas_are_refused_when_loading() -> None:
     _, optimizer, _ = start(in_scale())
     other = torch.optim.AdamW(make_model().parameters(), betas=(0.5, 0.9))

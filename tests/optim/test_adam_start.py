@@ -141,6 +141,19 @@ def test_a_worker_that_came_a_moment_ago_takes_part_in_the_agreement() -> None:
     driver.run.assert_called_once()
 
 
+def test_what_is_agreed_on_lies_where_the_gradients_are() -> None:
+    """Also where nothing is compressed: some groups of ranks take no tensors of the CPU."""
+    assert measure_moments([], 0.9, torch.device("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("place", ["capturable", "fused"])
+def test_a_counter_begins_where_adam_wants_it(place: str) -> None:
+    parameter = torch.empty(3, device="meta")
+    settings = {"capturable": False, "fused": None}
+    assert step_of(parameter, {}, settings).device.type == "cpu"
+    assert step_of(parameter, {}, {**settings, place: True}).device.type == "meta"
+
+
 def test_the_first_refresh_comes_late() -> None:
     """What the dense start has just taught is used before it is mixed with a single mean."""
     model, optimizer, simulation = start(in_scale(divisor=tw.memory.Refresh(every=3)))

@@ -298,9 +298,14 @@ class AdamTakeover(Takeover):
     def _return(self, name: str, momentum: Tensor | None, memory: Stores) -> None:
         parameter = self.parameters[name]
         state = self.optimizer.state[parameter]
-        state.update(self._plain(name, memory, step_of(parameter, state)))
+        step = step_of(parameter, state, self._group_of(parameter))
+        state.update(self._plain(name, memory, step))
         if momentum is not None:
             state["exp_avg"].copy_(self._sign * momentum)
+
+    def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        groups = self.optimizer.param_groups
+        return next(group for group in groups if any(p is parameter for p in group["params"]))
 
     def _plain(self, name: str, memory: Stores, step: Tensor) -> dict[str, Tensor]:
         """What plain Adam would have of a compressed parameter: its second moment, and no momentum, which differs by rank."""
@@ -380,16 +385,17 @@ class AdamTakeover(Takeover):
                 memory = memories.get(names.get(parameter, ""))
                 if memory is not None:
                     own = dict(state.get(index, {}))
-                    step = step_of(parameter, own)
+                    step = step_of(parameter, own, group)
                     state[index] = {**own, **self._plain(names[parameter], memory, step)}
         state_dict["state"] = state
 
     def _check_loaded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Before anything is replaced."""
         for saved in state_dict["param_groups"]:
-            if tuple(saved["betas"]) != (self.adam.beta1, self.adam.beta2):
+            betas = saved.get("betas")
+            if betas is None or tuple(betas) != (self.adam.beta1, self.adam.beta2):
                 raise UsageError(
-                    f"betas is {saved['betas']!r} in the saved optimizer, but "
+                    f"betas is {betas!r} in the saved optimizer, but "
                     f"{(self.adam.beta1, self.adam.beta2)!r} was taken over; load it before attach, or make the optimizer "
                     "with that"
                 )
