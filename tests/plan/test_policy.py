@@ -158,6 +158,7 @@ def test_axis_a_parameter_does_not_have_is_refused_even_without_fallback():
         ({"max_numel": 0}, "max_numel is 0"),
         ({"shape": 3}, "shape is 3"),
         ({"dense": True, "method": tw.TopK()}, "dense is True and method is"),
+        ({"method": tw.Auto()}, "Auto.*chooses by itself"),
     ],
     ids=lambda v: str(v)[:20],
 )

@@ -158,6 +158,14 @@ class Method(Described, ABC):
         """What happens to this slot, in a few words for `handle.plan()`."""
 
 
+def refuse_choosing(field: str, method: Method, what: str) -> None:
+    """Refuse a method that measures and chooses where nobody would have it do so: it would stay dense."""
+    if method.adaptive is not None:
+        raise UsageError(
+            f"{field} has {method!r}, which measures steps and chooses by itself; it cannot be {what}, so use it alone"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dense(Method):
     """The plain mean, as DDP sends it.

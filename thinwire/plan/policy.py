@@ -12,7 +12,7 @@ from typing import Any
 from thinwire.described import Described
 from thinwire.errors import UsageError
 from thinwire.layout import Axis, ParameterInfo
-from thinwire.methods.base import Dense, Method
+from thinwire.methods.base import Dense, Method, refuse_choosing
 from thinwire.validate import (
     check_axis,
     check_bool,
@@ -62,6 +62,7 @@ class Rule(Described):
             check_instance("module", self.module, type, "a module class such as nn.LayerNorm")
         if self.method is not None:
             check_instance("method", self.method, Method, "a method such as tw.Dense()")
+            refuse_choosing("method", self.method, "in a rule")
         if self.axis is not None:
             check_axis("axis", self.axis)
         if self.density is not None:
