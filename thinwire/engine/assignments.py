@@ -44,6 +44,16 @@ class Assignment:
         """Whether what is held back is sent once before the next method begins."""
         return self.after_flush is not None
 
+    def stop_flush(self) -> None:
+        """Be with the next method at once, if something is being flushed."""
+        if self.after_flush is not None:
+            self.compressor, self.after_flush = self.after_flush, None
+
+
+def holds(memory: Stores | None, name: str) -> bool:
+    """Whether a memory holds anything of a parameter."""
+    return memory is not None and any(name in store.names() for store in memory.stores.values())
+
 
 class ParameterAssignments:
     """All parameters of one handle by name; the methods they are assigned to share one compressor each."""
@@ -126,8 +136,7 @@ class ParameterAssignments:
     def stop_flushes(self) -> None:
         """What is held back is about to be replaced: whoever flushes it is with its next method at once."""
         for assignment in self.by_name.values():
-            if assignment.after_flush is not None:
-                assignment.compressor, assignment.after_flush = assignment.after_flush, None
+            assignment.stop_flush()
 
     def release(self) -> None:
         """Drop all that is held back."""
@@ -210,6 +219,10 @@ class ParameterAssignments:
         for store, contents in content["memory"].items():
             for name, values in contents.items():
                 self._adopt(name, store, values)
+        for name, assignment in self.by_name.items():
+            # Of a flush that was under way: of this state there is nothing to be sent.
+            if not holds(assignment.compressor.memory, name):
+                assignment.stop_flush()
         saved = content.get("selection", {})
         for compressor in self.compressors.values():
             mine = {name: saved[name] for name in self._names_with(compressor) if name in saved}
@@ -259,7 +272,7 @@ class ParameterAssignments:
         return True
 
     def _adopt(self, name: str, store: str, values: Tensor) -> None:
-        if not self.write_memory(name, store, values) and store == "residual" and values.any():
+        if not self.write_memory(name, store, values) and store == "residual":
             assignment = self.by_name[name]
             carrier = ResidualState(Residual())
             carrier.stores["residual"].write(name, values.to(self.device))
@@ -270,7 +283,7 @@ class ParameterAssignments:
 
     def _carry_over(self, name: str, old: Compressor, new: Compressor) -> bool:
         """Hand what is held over by name; False if the new memory has no place for it and it has to be flushed."""
-        if old.memory is None or not any(name in s.names() for s in old.memory.stores.values()):
+        if old.memory is None or not holds(old.memory, name):
             return True
         if set(old.memory.stores) == {MOMENTUM}:
             # Nothing was held back that would have to be sent.

@@ -427,7 +427,6 @@ class Reducer:
         """Replace all state, or refuse it before anything is replaced."""
         self.assignments.check(content)
         self.release()
-        self.assignments.stop_flushes()
         self.step = int(content.get("step", 0))
         # The plan of the last step that was taken: its memories are what was saved.
         self._follow_schedule(max(0, self.step - 1))
