@@ -6,7 +6,7 @@ saving and loading.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from thinwire.plan.policy import SlotPlan
 # Stores that mean the same in every memory that has them.
 MOMENTUM = "momentum"
 CARRIED = {"residual", MOMENTUM, SECOND_MOMENT}
+HELD, FLUSHED = "held", "flushed"
 
 
 @dataclass
@@ -273,13 +274,34 @@ class ParameterAssignments:
 
     def _adopt(self, name: str, store: str, values: Tensor) -> None:
         if not self.write_memory(name, store, values) and store == "residual":
-            assignment = self.by_name[name]
-            carrier = ResidualState(Residual())
-            carrier.stores["residual"].write(name, values.to(self.device))
-            assignment.after_flush = assignment.compressor
-            assignment.compressor = FlushCompressor(carrier)
-            if self.restorable:
-                assignment.compressor.keep_journal(self._journal)
+            self._flush(name, values)
+
+    def _flush(self, name: str, values: Tensor) -> None:
+        """Have this be sent of a parameter whose method has no place for it."""
+        assignment = self.by_name[name]
+        carrier = ResidualState(Residual())
+        carrier.stores["residual"].write(name, values.to(self.device))
+        assignment.after_flush = assignment.compressor
+        assignment.compressor = FlushCompressor(carrier)
+        if self.restorable:
+            assignment.compressor.keep_journal(self._journal)
+
+    def held_by(self) -> dict[str, list[str]]:
+        """The parameters of which anything is held back, and those that are being flushed: what a switch sends follows from it."""
+        items = self.by_name.items()
+        return {
+            HELD: [name for name, one in items if holds(one.compressor.memory, name)],
+            FLUSHED: [name for name, one in items if one.flushing],
+        }
+
+    def hold_alike(self, others: Sequence[Mapping[str, Sequence[str]]]) -> None:
+        """Hold zeros back of what any of the `others` holds something of, and flush them where one of them does."""
+        for name in sorted({name for one in others for name in one[FLUSHED]}):
+            if not self.by_name[name].flushing:
+                self._flush(name, self._zeros(name))
+        for name in sorted({name for one in others for name in one[HELD]}):
+            if not holds(self.by_name[name].compressor.memory, name):
+                self.write_memory(name, "residual", self._zeros(name))
 
     def _carry_over(self, name: str, old: Compressor, new: Compressor) -> bool:
         """Hand what is held over by name; False if the new memory has no place for it and it has to be flushed."""

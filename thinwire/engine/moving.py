@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,6 +57,7 @@ def share_progress(reducer: Reducer) -> None:
     1. Every rank says its step.
     2. The first of the furthest sends all of its state but the memory, if anyone is behind.
     3. Those behind load it. What they hold back stays.
+    4. All say of which parameters they hold something back, because what is sent when a method changes follows from that.
     """
     driver = reducer.driver
     steps = [int(one) for one in driver.gather(str(reducer.step).encode())]
@@ -68,6 +70,9 @@ def share_progress(reducer: Reducer) -> None:
     if reducer.step < max(steps):
         own = {key: values for key, values in content.items() if key in OWN}
         reducer.load_state_dict({**from_bytes(received), **own})
+    said = json.dumps(reducer.assignments.held_by()).encode()
+    reducer.assignments.hold_alike([json.loads(one) for one in driver.gather(said)])
+    reducer.plans.clear()
 
 
 def to_bytes(content: Mapping[str, Any]) -> bytes:
