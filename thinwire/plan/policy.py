@@ -23,6 +23,9 @@ from thinwire.validate import (
 
 logger = logging.getLogger(__name__)
 
+MOST_PLACES = (1 << 31) - 1
+"""Elements of a parameter in which entries can be chosen: tables and messages have int32 for their places."""
+
 
 @dataclass(frozen=True)
 class Rule(Described):
@@ -208,6 +211,8 @@ def _decide(
     explicit = matching is not None and matching.method is not None
     if len(info.full_shape) < 2 and not (explicit and info.full_shape):
         return SlotPlan(info, dense, "fewer than two dimensions")
+    if chosen.selects and info.shard is None and info.numel > MOST_PLACES:
+        return SlotPlan(info, dense, f"more than {MOST_PLACES} elements, whose places take 32 bits")
     against = chosen.reason_against(info.full.slot(0), 8 * info.dtype.itemsize, world)
     if against is not None:
         return SlotPlan(info, dense, against)
