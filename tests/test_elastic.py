@@ -158,6 +158,37 @@ def ddp_job(rank: int, world: int) -> None:
     handle.close()
 
 
+def joined_late_job(rank: int, world: int, before: int, dense_first: bool) -> None:
+    """A rank that has held nothing back so far joins right before a method turns dense, or later."""
+    sparsely = tw.TopK(density=0.1, dense_fallback=False)
+    first = ((0, tw.Dense()), (2, sparsely)) if dense_first else ((0, sparsely),)
+    method = tw.Timeline(phases=(*first, (4, tw.Dense()), (7, sparsely)))
+    pair = dist.new_group([0, 1])
+    model = make_cnn()
+    handle = None
+    if rank < 2:
+        ddp = DistributedDataParallel(model, process_group=pair)
+        handle = tw.attach(ddp, method)
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.05), batches(rank, before))
+    whole = DistributedDataParallel(model)
+    if handle is not None:
+        handle.regroup(model=whole)
+    else:
+        handle = tw.attach(whole, method)
+        handle.join()
+    train(whole, torch.optim.SGD(whole.parameters(), lr=0.05), batches(rank, 8 - before))
+    prints: list[bytes] = [b""] * world
+    dist.all_gather_object(prints, fingerprint(model))
+    assert len(set(prints)) == 1 and handle.reducer.step == 8
+    handle.close()
+
+
+@pytest.mark.parametrize("dense_first", [True, False])
+@pytest.mark.parametrize("before", range(1, 7))
+def test_who_joins_sends_what_the_others_send(pools, before, dense_first):
+    pools(3).run(joined_late_job, before, dense_first)
+
+
 def test_under_ddp_the_model_is_wrapped_anew_and_the_handle_moves(pools):
     pools(3).run(ddp_job)
 
@@ -196,14 +227,20 @@ def unsent_job(rank: int, world: int) -> None:
         train(own, torch.optim.SGD(own.parameters(), lr=0.05), batches(rank, 3))
         handle.switch(tw.Dense())
     whole = DistributedDataParallel(model)
-    with pytest.raises(tw.UsageError, match="attach anew on all ranks"):
-        if own is not None:
-            handle.regroup(model=whole)
-        else:
-            tw.attach(whole, tw.Dense()).join()
+    if own is not None:
+        handle.regroup(model=whole)
+    else:
+        handle = tw.attach(whole, tw.Dense())
+        handle.join()
+    train(whole, torch.optim.SGD(whole.parameters(), lr=0.05), batches(rank, 2))
+    assert not any(held.any() for held in residuals(handle).values())
+    prints: list[bytes] = [b""] * world
+    dist.all_gather_object(prints, fingerprint(model))
+    assert len(set(prints)) == 1
+    handle.close()
 
 
-def test_nobody_joins_while_what_was_held_back_is_about_to_be_sent(pools):
+def test_a_rank_joins_while_what_was_held_back_is_about_to_be_sent(pools):
     pools(3).run(unsent_job)
 
 

@@ -324,3 +324,20 @@ def catch_warnings_of(name: str) -> Iterator[list[str]]:
 
 def test_a_distributed_checkpoint_in_adams_scale(pools, tmp_path):
     pools(2).run(distributed_adam_job, str(tmp_path))
+
+
+def test_ranks_that_hold_nothing_back_send_it_with_the_others():
+    """A rank without a gradient for a parameter, such as an expert, has a residual of zeros."""
+    ours = Cluster(2, tw.TopK(density=0.1, dense_fallback=False))
+    gradients = ours.random(0)
+    gradients[1]["linear"].zero_()
+    ours.step(gradients)
+    pending = [ours.residuals(rank)["linear"] for rank in range(2)]
+    theirs = Cluster(2, tw.Dense())
+    for rank in range(2):
+        theirs.reducers[rank].load_state_dict(ours.reducers[rank].state_dict())
+    gradients = theirs.random(1)
+    updates = theirs.step(gradients)
+    sent = (pending[0] + pending[1] + gradients[0]["linear"] + gradients[1]["linear"]) / 2
+    torch.testing.assert_close(updates[0]["linear"], sent)
+    assert all(torch.equal(updates[0][name], updates[1][name]) for name in updates[0])

@@ -247,3 +247,15 @@ def test_rules_speak_of_full_shapes():
     rule = tw.rule(shape=(30, 40))
     assert rule.matches(sharded(1)["linear"])
     assert not tw.rule(max_numel=1000).matches(sharded(1)["linear"])
+
+
+# -- parameters without elements -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [tw.Dense(), sparse(), tw.PowerSGD()], ids=str)
+def test_a_bucket_of_parameters_without_elements_is_done_at_once(method):
+    cluster = Cluster(2, method, shapes={"weight": (64, 64), "nothing": (0, 4)})
+    cluster.buckets = [["nothing"], ["weight"]]
+    for seed in range(2):
+        left, right = cluster.step(cluster.random(seed))
+        assert left["weight"].any() and same_bits(left["weight"], right["weight"])

@@ -253,6 +253,16 @@ def test_settings_are_checked():
         OkTopK(thresholds="fast")
     with pytest.raises(UsageError, match="must be a SplitReduce"):
         OkTopK(exchange=ReusedThresholds())
+    for name, value in (
+        ("local_band", 1.0),
+        ("global_band", (2, 3)),
+        ("local_factor", 0.0),
+        ("clamp_factor", 0.5),
+        ("clamp_times", -1),
+        ("skew", -1.0),
+    ):
+        with pytest.raises(UsageError, match=f"{name} is "):
+            ReusedThresholds(**{name: value})
     assert OkTopK().host_sync_free
     assert not OkTopK(thresholds="published").host_sync_free
 

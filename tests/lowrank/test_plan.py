@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import thinwire as tw
 from tests.lowrank.ranks import describe
 from thinwire.errors import UsageError
 from thinwire.layout import SlotKind
@@ -84,6 +85,7 @@ def test_columns_keep_their_logical_order_in_state():
         ("wire", "fp8"),
         ("dense_fallback", 1),
         ("subspace_refresh_every", 0),
+        ("scale", tw.memory.Residual(storage="bf16")),
     ],
 )
 def test_bad_settings_name_the_field(field, value):

@@ -260,3 +260,24 @@ def test_decay_direction_is_momentum_of_decay():
     first = decay_direction(w, state, settings)
     torch.testing.assert_close(first, torch.full((3,), 0.15))
     assert decay_direction(w, state, {**settings, "weight_decay": 0.0}) is None
+
+
+def test_a_changed_weight_decay_is_noticed():
+    """SGD would add it to the one that was taken over."""
+    _, _, optimizer, *_ = run_pair(UNMASKED, {"momentum": 0.9, "weight_decay": 0.1}, steps=1)
+    optimizer.param_groups[0]["weight_decay"] = 0.2
+    with pytest.raises(UsageError, match=r"weight_decay is 0.2.*must stay 0"):
+        optimizer.step()
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused():
+    ours, _, optimizer, *_ = run_pair(UNMASKED, {"momentum": 0.9}, steps=1)
+    state = torch.optim.Adam(ours.parameters()).state_dict()
+    with pytest.raises(UsageError, match="momentum is None in the saved optimizer"):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("setting", ["lr", "weight_decay"])
+def test_negative_settings_are_refused(setting):
+    with pytest.raises(UsageError, match=f"{setting} is -0.1; it must be a number of at least 0"):
+        tw.optim.DGCSGD([torch.nn.Parameter(torch.zeros(2))], **{"lr": 0.1, setting: -0.1})

@@ -249,9 +249,10 @@ def test_methods_that_compare_ranks_or_choose_nothing_are_refused(method: tw.Met
         ({"limit": 0}, "limit is 0"),
         ({"floor": 2.0}, "floor is 2.0"),
         ({"storage": "fp8"}, "storage is 'fp8'"),
+        ({"method": tw.ADTopK(partial=True)}, "partial=True.*chooses by itself"),
     ],
     ids=str,
 )
 def test_bad_settings_get_one_sentence(settings: dict, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        in_scale(**settings)
+        tw.AdamScale(**{"method": tw.TopK(), **settings})

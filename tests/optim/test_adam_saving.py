@@ -90,6 +90,28 @@ def test_a_dense_start_that_is_watched_ends_where_it_would_have(stop: int) -> No
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("stop", [1, START, START + 2])
+@pytest.mark.parametrize("order", ["optimizer first", "handle first"])
+@pytest.mark.parametrize("method", COMBINATIONS.values(), ids=COMBINATIONS)
+def test_going_back_in_one_process_is_bit_exact(
+    method: tw.AdamScale, order: str, stop: int
+) -> None:
+    """To a step of the dense start too, which has ended in between."""
+    model, optimizer, simulation = start(method)
+    train(optimizer, simulation, model, range(stop))
+    states = saved((model.state_dict(), optimizer.state_dict(), simulation.state_dict()))
+    first = train(optimizer, simulation, model, range(stop, 8))
+    model.load_state_dict(states[0])
+    if order == "optimizer first":
+        optimizer.load_state_dict(states[1])
+    simulation.load_state_dict(states[2])
+    if order == "handle first":
+        optimizer.load_state_dict(states[1])
+    again = train(optimizer, simulation, model, range(stop, 8))
+    for ours, theirs in zip(first, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_a_saved_optimizer_is_plain_adamws() -> None:
     """Its second moment goes on where it was; momentum starts anew."""
     model, optimizer, simulation = start(in_scale(divisor=EVERY_STEP))
@@ -111,6 +133,13 @@ def test_a_saved_optimizer_is_plain_adamws() -> None:
     for x, y in batches(7):
         compute(plain)(x, y).backward()
     adamw.step()
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
+    model, optimizer, _ = start(in_scale())
+    state = torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
+    with pytest.raises(UsageError, match="betas is None in the saved optimizer"):
+        optimizer.load_state_dict(state)
 
 
 def test_other_betas_are_refused_when_loading() -> None:

@@ -26,7 +26,8 @@ from tests.optim.adam_job import (
 )
 from thinwire.errors import UsageError
 from thinwire.exchange.requests import Place
-from thinwire.optim.settling import SettlingWatch
+from thinwire.optim.adam_step import step_of
+from thinwire.optim.settling import SettlingWatch, measure_moments
 
 
 def test_a_trained_optimizer_may_start_at_once() -> None:
@@ -38,6 +39,37 @@ def test_a_trained_optimizer_may_start_at_once() -> None:
     simulation = tw.simulate(model, method, workers=WORKERS, optimizer=optimizer)
     ours = train(optimizer, simulation, model, range(START, 9))
     check_close(ours[-1:], train_plain(9)[-1:], 1e-4)
+
+
+class HalfUsed(nn.Module):
+    """One of two layers is used in the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.both = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x) + self.unused(x) if self.both else self.used(x)
+
+
+@pytest.mark.parametrize("rule", [0, tw.Settled(steps=2, at_least=2, tolerance=1e6)])
+def test_a_parameter_without_a_step_so_far_gets_a_usable_divisor(rule: int | tw.Settled) -> None:
+    """The saved optimizer has moments of 0 for it, whose bias cannot be corrected."""
+    model = HalfUsed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **SETTINGS)
+    simulation = tw.simulate(model, in_scale(), workers=WORKERS, optimizer=optimizer)
+    train(optimizer, simulation, model, range(6))
+    again = HalfUsed()
+    adamw = torch.optim.AdamW(again.parameters(), lr=0.05, **SETTINGS)
+    adamw.load_state_dict(optimizer.state_dict())
+    simulation = tw.simulate(again, in_scale(start=rule), workers=WORKERS, optimizer=adamw)
+    train(adamw, simulation, again, range(6, 10))
+    assert not simulation.plan()["unused.weight"].dense
+    again.both = True
+    train(adamw, simulation, again, range(10, 13))
+    assert all(p.isfinite().all() for p in again.parameters())
 
 
 def test_the_dense_start_ends_when_the_second_moment_has_settled() -> None:
@@ -107,6 +139,19 @@ def test_a_worker_that_came_a_moment_ago_takes_part_in_the_agreement() -> None:
     rule = tw.Settled(steps=13, at_least=13)
     assert not SettlingWatch().has_settled(rule, lambda: torch.ones(3), 13, driver)
     driver.run.assert_called_once()
+
+
+def test_what_is_agreed_on_lies_where_the_gradients_are() -> None:
+    """Also where nothing is compressed: some groups of ranks take no tensors of the CPU."""
+    assert measure_moments([], 0.9, torch.device("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("place", ["capturable", "fused"])
+def test_a_counter_begins_where_adam_wants_it(place: str) -> None:
+    parameter = torch.empty(3, device="meta")
+    settings = {"capturable": False, "fused": None}
+    assert step_of(parameter, {}, settings).device.type == "cpu"
+    assert step_of(parameter, {}, {**settings, place: True}).device.type == "meta"
 
 
 def test_the_first_refresh_comes_late() -> None:

@@ -158,6 +158,7 @@ def test_axis_a_parameter_does_not_have_is_refused_even_without_fallback():
         ({"max_numel": 0}, "max_numel is 0"),
         ({"shape": 3}, "shape is 3"),
         ({"dense": True, "method": tw.TopK()}, "dense is True and method is"),
+        ({"method": tw.Auto()}, "Auto.*chooses by itself"),
     ],
     ids=lambda v: str(v)[:20],
 )
@@ -191,3 +192,12 @@ def test_a_density_below_one_entry_is_raised_to_one_and_says_so():
     rows = plan_with(method=tw.ADTopK(density=0.001))["attention.weight"]
     assert rows.action.endswith("raised to one entry in each")
     assert "raised" not in plan_with(method=tw.TopK(density=0.01))["attention.weight"].action
+
+
+@pytest.mark.parametrize("method", [tw.TopK(), tw.ADTopK(), tw.OkTopK()], ids=repr)
+def test_entries_are_not_chosen_where_their_places_do_not_fit_32_bits(method):
+    """On the CPU messages were refused, on CUDA every step was bad."""
+    sizes = {"fits": (1 << 15, 1 << 15), "huge": (1 << 16, 1 << 15)}
+    plan = make_plan([parameter(*item) for item in sizes.items()], method, [], 2)
+    assert not plan["fits"].dense
+    assert plan["huge"].dense and "2147483647 elements" in plan["huge"].reason

@@ -155,6 +155,9 @@ def test_densities_that_do_not_pay_go_dense_by_plan():
         (lambda: exponential_warmup(final=0.01, steps=3, dense=-1), "dense"),
         (lambda: Timeline(phases=((1, tw.Dense()),)), "phases"),
         (lambda: Timeline(phases=((0, "dense"),)), "phases"),
+        (lambda: Timeline(phases=5), "phases is 5; it must be pairs of a step and a method"),
+        (lambda: Timeline(phases=((0, tw.Dense()), ("later", tw.TopK()))), "phases is .*'later'"),
+        (lambda: Timeline(phases=((0, tw.Dense()), (5, tw.Auto()))), "chooses by itself"),
     ],
 )
 def test_bad_schedules_are_named(build, field):

@@ -211,3 +211,17 @@ class TestSession:
             residual = c.index_add(0, picks.indices, -picks.values)
         assert exact_turns <= 60
         assert kept >= 0.95 * best
+
+
+def test_a_loaded_threshold_has_all_its_bits():
+    """Gradients in float64 have thresholds in float64."""
+    for seed in range(8):
+        c = torch.randn(NUMEL, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        setting = ThresholdTopK(0.1, Monitor(warmup=1), Updater(tau=9))
+        ours, theirs = setting.session(), setting.session()
+        turn(ours, 0, c)
+        theirs.load_state_dict(ours.state_dict(["w"]))
+        (mode, left), (_, right) = turn(ours, 1, c), turn(theirs, 1, c)
+        assert mode == REUSE
+        assert torch.equal(left.counts, right.counts)
+        assert torch.equal(left.indices, right.indices)

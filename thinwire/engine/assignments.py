@@ -6,7 +6,7 @@ saving and loading.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from thinwire.plan.policy import SlotPlan
 # Stores that mean the same in every memory that has them.
 MOMENTUM = "momentum"
 CARRIED = {"residual", MOMENTUM, SECOND_MOMENT}
+HELD, FLUSHED = "held", "flushed"
 
 
 @dataclass
@@ -43,6 +44,16 @@ class Assignment:
     def flushing(self) -> bool:
         """Whether what is held back is sent once before the next method begins."""
         return self.after_flush is not None
+
+    def stop_flush(self) -> None:
+        """Be with the next method at once, if something is being flushed."""
+        if self.after_flush is not None:
+            self.compressor, self.after_flush = self.after_flush, None
+
+
+def holds(memory: Stores | None, name: str) -> bool:
+    """Whether a memory holds anything of a parameter."""
+    return memory is not None and any(name in store.names() for store in memory.stores.values())
 
 
 class ParameterAssignments:
@@ -126,8 +137,7 @@ class ParameterAssignments:
     def stop_flushes(self) -> None:
         """What is held back is about to be replaced: whoever flushes it is with its next method at once."""
         for assignment in self.by_name.values():
-            if assignment.after_flush is not None:
-                assignment.compressor, assignment.after_flush = assignment.after_flush, None
+            assignment.stop_flush()
 
     def release(self) -> None:
         """Drop all that is held back."""
@@ -210,6 +220,10 @@ class ParameterAssignments:
         for store, contents in content["memory"].items():
             for name, values in contents.items():
                 self._adopt(name, store, values)
+        for name, assignment in self.by_name.items():
+            # Of a flush that was under way: of this state there is nothing to be sent.
+            if not holds(assignment.compressor.memory, name):
+                assignment.stop_flush()
         saved = content.get("selection", {})
         for compressor in self.compressors.values():
             mine = {name: saved[name] for name in self._names_with(compressor) if name in saved}
@@ -261,17 +275,38 @@ class ParameterAssignments:
     def _adopt(self, name: str, store: str, values: Tensor) -> None:
         if not self.write_memory(name, store, values) and store == "residual":
             # Also where this rank's is zero: the others' may not be, and all ranks have to send alike.
-            assignment = self.by_name[name]
-            carrier = ResidualState(Residual())
-            carrier.stores["residual"].write(name, values.to(self.device))
-            assignment.after_flush = assignment.compressor
-            assignment.compressor = FlushCompressor(carrier)
-            if self.restorable:
-                assignment.compressor.keep_journal(self._journal)
+            self._flush(name, values)
+
+    def _flush(self, name: str, values: Tensor) -> None:
+        """Have this be sent of a parameter whose method has no place for it."""
+        assignment = self.by_name[name]
+        carrier = ResidualState(Residual())
+        carrier.stores["residual"].write(name, values.to(self.device))
+        assignment.after_flush = assignment.compressor
+        assignment.compressor = FlushCompressor(carrier)
+        if self.restorable:
+            assignment.compressor.keep_journal(self._journal)
+
+    def held_by(self) -> dict[str, list[str]]:
+        """The parameters of which anything is held back, and those that are being flushed: what a switch sends follows from it."""
+        items = self.by_name.items()
+        return {
+            HELD: [name for name, one in items if holds(one.compressor.memory, name)],
+            FLUSHED: [name for name, one in items if one.flushing],
+        }
+
+    def hold_alike(self, others: Sequence[Mapping[str, Sequence[str]]]) -> None:
+        """Hold zeros back of what any of the `others` holds something of, and flush them where one of them does."""
+        for name in sorted({name for one in others for name in one[FLUSHED]}):
+            if not self.by_name[name].flushing:
+                self._flush(name, self._zeros(name))
+        for name in sorted({name for one in others for name in one[HELD]}):
+            if not holds(self.by_name[name].compressor.memory, name):
+                self.write_memory(name, "residual", self._zeros(name))
 
     def _carry_over(self, name: str, old: Compressor, new: Compressor) -> bool:
         """Hand what is held over by name; False if the new memory has no place for it and it has to be flushed."""
-        if old.memory is None or not any(name in s.names() for s in old.memory.stores.values()):
+        if old.memory is None or not holds(old.memory, name):
             return True
         if set(old.memory.stores) == {MOMENTUM}:
             # Nothing was held back that would have to be sent.

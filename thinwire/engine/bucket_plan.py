@@ -170,7 +170,8 @@ class BucketPlan:
                 verdicts.append(deliver(route.group, one, outcome.update, flat))
             if route.entries is None:
                 self._count(route.group, outcome)
-        bad = any_of(verdicts)
+        # A bucket of parameters without elements has no groups.
+        bad = any_of(verdicts) if verdicts else flat.new_zeros((), dtype=torch.bool)
         self._when_bad(flat, bad)
         record.bad.append(bad)
         return flat

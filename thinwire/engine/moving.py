@@ -56,22 +56,16 @@ def move(old: Reducer, group: dist.ProcessGroup, build: Callable[[Driver], Reduc
 def share_progress(reducer: Reducer, followers: Sequence[Follower]) -> None:
     """Ranks that are behind take counters and what was learned from the first that is furthest.
 
-    1. Every rank says its step, and what it is about to send whole because it was held back.
+    1. Every rank says its step.
     2. The first of the furthest sends all of its state but the memory, if anyone is behind, and what its `followers` keep alike on
        all ranks, such as the momentum of dense parameters.
     3. Those behind load it. What they hold back stays.
+    4. All say of which parameters they hold something back, because what is sent when a method changes follows from that.
     """
     driver = reducer.driver
-    passing = [name for name, one in reducer.assignments.by_name.items() if one.flushing]
-    said = [json.loads(one) for one in driver.gather(json.dumps([reducer.step, passing]).encode())]
-    steps = [step for step, _ in said]
+    steps = [int(one) for one in driver.gather(str(reducer.step).encode())]
     if min(steps) == max(steps):
         return
-    if any(names != passing for _, names in said):
-        raise UsageError(
-            "the ranks that were here before are about to send what they hold back, for which a new one has no place; "
-            "switch(tw.Dense()), one step and close() there, and then attach anew on all ranks"
-        )
     source = steps.index(max(steps))
     content = reducer.state_dict()
     shared = {key: values for key, values in content.items() if key not in OWN}
@@ -83,6 +77,9 @@ def share_progress(reducer: Reducer, followers: Sequence[Follower]) -> None:
         reducer.load_state_dict({**received, **own})
         for one, state in zip(followers, alike, strict=True):
             one.load_shared_state({name: held.to(reducer.device) for name, held in state.items()})
+    said = json.dumps(reducer.assignments.held_by()).encode()
+    reducer.assignments.hold_alike([json.loads(one) for one in driver.gather(said)])
+    reducer.plans.clear()
 
 
 def to_bytes(content: Mapping[str, Any]) -> bytes:

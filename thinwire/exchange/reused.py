@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.errors import UsageError
 from thinwire.exchange.base import Exchange, ExchangeSession, Offer, Outcome
 from thinwire.exchange.common import (
     count_by_slot,
@@ -80,7 +81,13 @@ class ReusedThresholds(Exchange):
         check_positive_int("tau", self.tau)
         check_positive_int("tau_prime", self.tau_prime)
         for name in ("local_factor", "clamp_above", "clamp_factor", "global_factor", "skew"):
-            check_finite_number(name, getattr(self, name))
+            check_at_least_one(name, getattr(self, name))
+        for name in ("local_band", "global_band"):
+            check_band(name, getattr(self, name))
+        if type(self.clamp_times) is not int or self.clamp_times < 0:
+            raise UsageError(
+                f"clamp_times is {self.clamp_times!r}; it must be a whole number of at least 0"
+            )
 
     def session(self) -> ExchangeSession:
         return ReusedSession(self)
@@ -317,6 +324,23 @@ class ReusedStep:
                     all_[index] / k, setting.global_band, setting.global_factor
                 )
             state.count += 1
+
+
+def check_at_least_one(field: str, value: Any) -> None:
+    check_finite_number(field, value)
+    if value < 1:
+        raise UsageError(f"{field} is {value!r}; it must be a number of at least 1")
+
+
+def check_band(field: str, value: Any) -> None:
+    """Of counts, as multiples of k: k itself has to lie in it."""
+    pair = isinstance(value, tuple) and len(value) == 2
+    if (
+        not pair
+        or not all(isinstance(end, int | float) for end in value)
+        or not value[0] <= 1 <= value[1]
+    ):
+        raise UsageError(f"{field} is {value!r}; it must be a pair of numbers around 1")
 
 
 def mark(positions: Tensor, numel: int) -> Tensor:

@@ -18,7 +18,7 @@ from thinwire.errors import UsageError
 from thinwire.layout import Slot
 from thinwire.memory.adam import AdamMomentum, AdamSettings
 from thinwire.memory.refresh import Refresh
-from thinwire.methods.base import ADAM_TAKEOVER, Method
+from thinwire.methods.base import ADAM_TAKEOVER, Method, refuse_choosing
 from thinwire.validate import (
     check_choice,
     check_instance,
@@ -88,6 +88,7 @@ class AdamScale(Method):
 
     def __post_init__(self) -> None:
         check_instance("method", self.method, Method, "a method such as tw.TopK(density=0.01)")
+        refuse_choosing("method", self.method, "in a scale")
         if isinstance(self.start, bool) or not isinstance(self.start, int | Settled):
             raise UsageError(
                 f"start is {self.start!r}; it must be a number of steps or a rule such as tw.Settled()"

@@ -174,6 +174,14 @@ def check_method(method: Any) -> None:
     raise UsageError(f"method is {method!r}; {allowed}")
 
 
+def refuse_choosing(field: str, method: Method, what: str) -> None:
+    """Refuse a method that measures and chooses where nobody would have it do so: it would stay dense."""
+    if method.adaptive is not None:
+        raise UsageError(
+            f"{field} has {method!r}, which measures steps and chooses by itself; it cannot be {what}, so use it alone"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dense(Method):
     """The plain mean, as DDP sends it.

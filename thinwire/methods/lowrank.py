@@ -11,7 +11,13 @@ from thinwire.lowrank.matrices import matrices_of
 from thinwire.memory.adam import AdamMomentum
 from thinwire.memory.base import Memory, MemoryState
 from thinwire.methods.base import Method
-from thinwire.validate import check_bool, check_choice, check_positive_int, check_positive_number
+from thinwire.validate import (
+    check_bool,
+    check_choice,
+    check_instance,
+    check_positive_int,
+    check_positive_number,
+)
 
 WIRE_BITS = {"fp32": 32, "bf16": 16}
 MAX_RANK = 65536
@@ -50,6 +56,10 @@ class LowRankMethod(Method):
         check_bool("dense_fallback", self.dense_fallback)
         if self.per_host is not None:
             check_positive_int("per_host", self.per_host)
+        if self.scale is not None:
+            check_instance(
+                "scale", self.scale, AdamMomentum, "None; tw.AdamScale(method=...) sets it"
+            )
 
     def in_scale(self, memory: Memory) -> Method:
         """What is factorised is c / divisor, and what was sent is the product x divisor."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from thinwire.compress.base import Compressor
 from thinwire.errors import UsageError
 from thinwire.layout import Slot
 from thinwire.memory.base import Memory
-from thinwire.methods.base import ADAM_TAKEOVER, Method
+from thinwire.methods.base import ADAM_TAKEOVER, Method, refuse_choosing
 from thinwire.validate import check_instance
+
+PAIRS = "pairs of a step and a method"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +28,12 @@ class Timeline(Method):
     phases: tuple[tuple[int, Method], ...]
 
     def __post_init__(self) -> None:
-        starts = [start for start, _ in self.phases]
+        starts = phase_starts(self.phases)
         if starts[:1] != [0] or any(later <= earlier for earlier, later in pairwise(starts)):
             raise UsageError(f"phases start at {starts}; they must begin at 0 and increase")
         for _, method in self.phases:
-            check_instance("phases", method, Method, "pairs of a step and a method")
+            check_instance("phases", method, Method, PAIRS)
+            refuse_choosing("phases", method, "a phase")
             if method.takes_over == ADAM_TAKEOVER:
                 raise UsageError(
                     f"phases has {type(method).__name__}, which begins dense by itself; use it alone, with start= for the "
@@ -94,3 +98,14 @@ class Timeline(Method):
 
     def describe(self, slot: Slot) -> str:
         return self.at(0).describe(slot)
+
+
+def phase_starts(phases: Any) -> list[int]:
+    """The first step of each phase; what are no pairs is refused."""
+    pairs = isinstance(phases, Sequence) and all(
+        isinstance(phase, Sequence) and len(phase) == 2 and type(phase[0]) is int
+        for phase in phases
+    )
+    if not pairs:
+        raise UsageError(f"phases is {phases!r}; it must be {PAIRS}")
+    return [start for start, _ in phases]

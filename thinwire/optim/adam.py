@@ -209,9 +209,10 @@ class AdamTakeover(Takeover):
 
     def _measure(self) -> Tensor:
         """The sizes of the second moments that are to be divided by."""
-        names, state = find_compressed(self.handles[0]), self.optimizer.state
-        states = [state[self.parameters[name]] for name in names if self.parameters[name] in state]
-        return measure_moments(states, self.adam.beta2)
+        handle, state = self.handles[0], self.optimizer.state
+        held = [self.parameters[name] for name in find_compressed(handle)]
+        states = [state[parameter] for parameter in held if parameter in state]
+        return measure_moments(states, self.adam.beta2, handle.reducer.device)
 
     def count_learned(self) -> int:
         """Steps that the optimizer has taken. The host waits for an optimizer whose counters are on a device."""
@@ -266,7 +267,8 @@ class AdamTakeover(Takeover):
         found: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             state = self.optimizer.state.get(parameter, {})
-            if "exp_avg_sq" in state:
+            # Of a parameter that was saved before its first step there is a moment of 0, which says nothing.
+            if "exp_avg_sq" in state and state["step"] > 0:
                 wide = state["exp_avg_sq"].to(torch.promote_types(parameter.dtype, torch.float32))
                 v = wide / (1 - self.adam.beta2 ** state["step"].to(wide))
                 found[name] = raise_to_floor(v, self.method.floor)
@@ -296,9 +298,14 @@ class AdamTakeover(Takeover):
     def _return(self, name: str, momentum: Tensor | None, memory: Stores) -> None:
         parameter = self.parameters[name]
         state = self.optimizer.state[parameter]
-        state.update(self._plain(name, memory, step_of(parameter, state)))
+        step = step_of(parameter, state, self._group_of(parameter))
+        state.update(self._plain(name, memory, step))
         if momentum is not None:
             state["exp_avg"].copy_(self._sign * momentum)
+
+    def _group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        groups = self.optimizer.param_groups
+        return next(group for group in groups if any(p is parameter for p in group["params"]))
 
     def _plain(self, name: str, memory: Stores, step: Tensor) -> dict[str, Tensor]:
         """What plain Adam would have of a compressed parameter: its second moment, and no momentum, which differs by rank."""
@@ -353,12 +360,21 @@ class AdamTakeover(Takeover):
         learned, since = (
             int(numbers.get(key, missing)) for key, missing in (("learned", 0), ("since", NEVER))
         )
+        if since == NEVER:
+            self._watch = SettlingWatch()
+        if self.turned and since == NEVER:
+            # The optimizer goes on alone, until the dense start ends again.
+            for name, held in list(self._memories(handle)):
+                self._return(name, None, held)
         self.adam = replace(self.adam, learned=learned, since=since)
         watch = numbers.get("watch")
         self._watch = SettlingWatch() if watch is None else SettlingWatch.from_json(str(watch))
         handle.steering.rebind()
 
     def after_load(self, handle: Handle, memory: Mapping[str, Mapping[str, Tensor]]) -> None:
+        if not self.turned:
+            # It may have loaded its moments when they were still the handle's.
+            self._loaded.put_back(self.optimizer)
         self._collect()
 
     def _save_plain(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -375,16 +391,17 @@ class AdamTakeover(Takeover):
                 memory = memories.get(names.get(parameter, ""))
                 if memory is not None:
                     own = dict(state.get(index, {}))
-                    step = step_of(parameter, own)
+                    step = step_of(parameter, own, group)
                     state[index] = {**own, **self._plain(names[parameter], memory, step)}
         state_dict["state"] = state
 
     def _check_loaded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Before anything is replaced."""
         for saved in state_dict["param_groups"]:
-            if tuple(saved["betas"]) != (self.adam.beta1, self.adam.beta2):
+            betas = saved.get("betas")
+            if betas is None or tuple(betas) != (self.adam.beta1, self.adam.beta2):
                 raise UsageError(
-                    f"betas is {saved['betas']!r} in the saved optimizer, but "
+                    f"betas is {betas!r} in the saved optimizer, but "
                     f"{(self.adam.beta1, self.adam.beta2)!r} was taken over; load it before attach, or make the optimizer "
                     "with that"
                 )

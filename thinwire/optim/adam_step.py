@@ -12,10 +12,14 @@ from torch.optim import Optimizer
 from thinwire.memory.adam import AdamSettings
 
 
-def step_of(parameter: Tensor, state: dict[str, Any]) -> Tensor:
-    """The optimizer's counter of a parameter's steps, which begins here if it had none."""
+def step_of(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """The optimizer's counter of a parameter's steps, which begins here, where Adam wants it, if it had none."""
     if "step" not in state:
-        state["step"] = torch.tensor(0.0)
+        on_device = group["capturable"] or group["fused"]
+        device = parameter.device if on_device else None
+        state["step"] = torch.zeros(
+            (), dtype=torch.float32 if group["fused"] else None, device=device
+        )
     step: Tensor = state["step"]
     return step
 
@@ -41,7 +45,7 @@ def take_step(
     updates = list(torch._foreach_div(gradients, divisors))
     rates = []
     for weight in weights:
-        step = step_of(weight, optimizer.state[weight])
+        step = step_of(weight, optimizer.state[weight], group)
         step += 1
         # A counter on the CPU is read; one on a device is not waited for.
         count = float(step) if step.device.type == "cpu" else step

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.errors import UsageError
 from thinwire.memory.momentum import check_momentum
 from thinwire.optim.velocity import VelocityOptimizer
 from thinwire.validate import check_bool, check_finite_number
@@ -44,8 +45,10 @@ class DGCSGD(VelocityOptimizer):
         nesterov: bool = False,
     ) -> None:
         check_momentum("momentum", momentum)
-        check_finite_number("lr", lr)
-        check_finite_number("weight_decay", weight_decay)
+        for field, value in (("lr", lr), ("weight_decay", weight_decay)):
+            check_finite_number(field, value)
+            if value < 0:
+                raise UsageError(f"{field} is {value!r}; it must be a number of at least 0")
         check_bool("nesterov", nesterov)
         defaults = {
             "lr": lr,

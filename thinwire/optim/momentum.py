@@ -165,6 +165,11 @@ class MomentumTakeover(Takeover):
                     f"momentum is {group['momentum']!r} in the optimizer; it was taken over and must stay 0 (schedulers "
                     "that cycle momentum do not work with it)"
                 )
+            if group["weight_decay"] != 0:
+                raise UsageError(
+                    f"weight_decay is {group['weight_decay']!r} in the optimizer; it was taken over and must stay 0 (change "
+                    f"that of group[{TAKEN!r}] instead)"
+                )
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -239,9 +244,9 @@ class MomentumTakeover(Takeover):
         for saved in state_dict["param_groups"]:
             settings = saved.get(TAKEN, saved)
             for key, own in (("momentum", self.momentum), ("nesterov", self.nesterov)):
-                if settings[key] != own:
+                if settings.get(key) != own:
                     raise UsageError(
-                        f"{key} is {settings[key]!r} in the saved optimizer, but {own!r} was taken over; load it before "
+                        f"{key} is {settings.get(key)!r} in the saved optimizer, but {own!r} was taken over; load it before "
                         "attach, or make the optimizer with that"
                     )
 

@@ -111,13 +111,15 @@ def find_compressed(handle: Handle) -> list[str]:
     return [name for name, one in plan.items() if not one.dense]
 
 
-def measure_moments(states: Iterable[dict[str, Any]], beta2: float) -> Tensor:
-    """float32: the root of each mean second moment in an Adam's states, with the bias of its own steps corrected."""
+def measure_moments(states: Iterable[dict[str, Any]], beta2: float, device: torch.device) -> Tensor:
+    """float32 on that device: the root of each mean second moment in an Adam's states, with the bias of its own steps corrected."""
     states = [state for state in states if "exp_avg_sq" in state]
     means = [state["exp_avg_sq"].mean(dtype=torch.float32) for state in states]
     if not means:
-        return torch.empty(0)
+        return torch.empty(0, device=device)
     learned = [
         1 - beta2 ** state["step"].to(mean) for state, mean in zip(states, means, strict=True)
     ]
-    return (torch.stack(means) / torch.stack(learned)).sqrt()
+    # Before a parameter's first step both are 0.
+    bias = torch.stack(learned).clamp(min=torch.finfo(torch.float32).tiny)
+    return (torch.stack(means) / bias).sqrt()

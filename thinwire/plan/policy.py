@@ -12,7 +12,7 @@ from typing import Any
 from thinwire.described import Described
 from thinwire.errors import UsageError
 from thinwire.layout import Axis, ParameterInfo
-from thinwire.methods.base import Dense, Method, check_method
+from thinwire.methods.base import Dense, Method, check_method, refuse_choosing
 from thinwire.validate import (
     check_axis,
     check_bool,
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT, ON_SHARD = "default method", ", on this rank's shard"
 """Reasons of a plan, and what follows one where a parameter is sharded."""
+MOST_PLACES = (1 << 31) - 1
+"""Elements of a parameter in which entries can be chosen: tables and messages have int32 for their places."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Rule(Described):
             check_instance("module", self.module, type, "a module class such as nn.LayerNorm")
         if self.method is not None:
             check_instance("method", self.method, Method, "a method such as tw.Dense()")
+            refuse_choosing("method", self.method, "in a rule")
         if self.axis is not None:
             check_axis("axis", self.axis)
         if self.density is not None:
@@ -210,6 +213,8 @@ def _decide(
     explicit = matching is not None and matching.method is not None
     if len(info.full_shape) < 2 and not (explicit and info.full_shape):
         return SlotPlan(info, dense, "fewer than two dimensions")
+    if chosen.selects and info.shard is None and info.numel > MOST_PLACES:
+        return SlotPlan(info, dense, f"more than {MOST_PLACES} elements, whose places take 32 bits")
     against = chosen.reason_against(info.full.slot(0), 8 * info.dtype.itemsize, world)
     if against is not None:
         return SlotPlan(info, dense, against)

@@ -237,17 +237,18 @@ class ThresholdSession(Session):
     def pick_slot(self, c: Tensor, rows: SlotRows, mode: Hashable) -> SlotPicks:
         watch = self.watch(rows.slot.name)
         row = rows.matrix(c)
+        # One that was loaded is float64 on the CPU, which holds every row's exactly; it is moved once.
+        known = watch.threshold = None if watch.threshold is None else watch.threshold.to(row)
         if mode == REUSE:
-            assert watch.threshold is not None
-            indices, count = select_above(row, watch.threshold.to(row.device), rows.keep)
-            notes = torch.stack([watch.threshold.to(row.device), row.new_full((), NOT_MEASURED)])
+            assert known is not None
+            indices, count = select_above(row, known, rows.keep)
+            notes = torch.stack([known, row.new_full((), NOT_MEASURED)])
             return SlotPicks(indices, count, notes)
         indices = row_topk(row, rows.keep)
         new = row[indices].abs().amin()
-        old = new if watch.threshold is None else watch.threshold.to(row.device)
+        old = new if known is None else known
         if self.journal is not None:
-            unknown = watch.threshold is None
-            self.journal.note(new, torch.full_like(new, math.nan) if unknown else old.to(new.dtype))
+            self.journal.note(new, torch.full_like(new, math.nan) if known is None else old)
         watch.threshold = new
         return SlotPicks(indices, None, torch.stack([new, self.setting.monitor.measure(old, new)]))
 
@@ -324,7 +325,9 @@ class ThresholdSession(Session):
                 due=int(saved["due"]),
                 stable=bool(saved["stable"]),
                 turn=int(saved["turn"]),
-                threshold=None if math.isnan(threshold) else torch.tensor(threshold),
+                threshold=None
+                if math.isnan(threshold)
+                else torch.tensor(threshold, dtype=torch.float64),
             )
 
 
