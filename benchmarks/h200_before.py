@@ -43,6 +43,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("before", type=Path, help="the other version's source")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "out"))
+    parser.add_argument("--what", default="steps,compress", help="one of the two, or both")
     parser.add_argument("--models", default="bert-large,resnet152")
     parser.add_argument("--methods", default="adtopk,topk,dgc,acpsgd")
     parser.add_argument("--rate", default="10gbit")
@@ -131,12 +132,13 @@ def main() -> None:
     options = parse()
     sitting = Sitting(options)
     order = ["before", "now"]
-    for model in options.models.split(","):
+    what = options.what.split(",")
+    for model in options.models.split(",") if "steps" in what else ():
         for version in order:
             sitting.measure_steps(model, version)
         # So that no version always comes first.
         order = order[::-1]
-    for version in order:
+    for version in order if "compress" in what else ():
         sitting.measure_compression(version)
     table = make_table(sitting)
     (options.out / "table.md").write_text(table + "\n")
