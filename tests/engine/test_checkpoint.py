@@ -155,6 +155,8 @@ METHODS = {
 
 CHANGED_SINCE = {"oktopk", "randomk"}
 """What comes after the state is another choice now: OkTopK fills few entries by magnitude, RandomK draws places by hashes."""
+PRODUCTS = {"powersgd", "acpsgd"}
+"""Matrix products have other bits on other processors than the one that the states were saved on."""
 
 
 @pytest.mark.parametrize("name", VERSION_1)
@@ -171,4 +173,6 @@ def test_state_of_version_1_goes_on_bit_for_bit(name):
         return
     for step, expected in enumerate(saved["later"], start=6):
         for update in cluster.step(cluster.random(step)):
-            assert all(torch.equal(update[n], expected[n]) for n in shapes)
+            for n in shapes:
+                most = 1e-5 * expected[n].abs().max().item() if name in PRODUCTS else 0.0
+                torch.testing.assert_close(update[n], expected[n], rtol=0.0, atol=most)
