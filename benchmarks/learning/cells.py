@@ -45,9 +45,13 @@ RESIDUAL = {"memory": {"kind": "Residual"}}
 MASKED = {"memory": {"kind": "MomentumCorrection", "masking": True}}
 UNMASKED = {"memory": {"kind": "MomentumCorrection", "masking": False}}
 REFRESHED = {"adam_scale": {"divisor": {"kind": "Refresh", "every": 50}, "limit": 3.0}}
+COLD = {**UNMASKED, "density_warmup": []}
+"""The final density from the first step on. `tw.Auto`, too, compresses after some thirty dense steps."""
 VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "adtopk-residual": ("adtopk", RESIDUAL),
     "dgc-masked": ("dgc", MASKED),
+    "adtopk-cold": ("adtopk", COLD),
+    "topk-cold": ("topk", COLD),
     "acpsgd-rank8": ("acpsgd", {"rank": 2 * RANK}),
     "adtopk-adam": ("adtopk", {"adam_scale": {}}),
     "topk-adam": ("topk", {"adam_scale": {}}),
@@ -222,6 +226,10 @@ def studies() -> list[Study]:
                 *(Batch(methods=everybody, density=0.01, seeds=(seed,)) for seed in seeds),
                 Batch(methods=("dgc",), density=0.001, seeds=seeds),
                 Batch(methods=images, density=0.01, seeds=(0,)),
+                *(
+                    Batch(methods=("adtopk-cold", "topk-cold"), density=0.01, seeds=(seed,))
+                    for seed in seeds
+                ),
                 Batch(methods=("oktopk",), density=0.08, seeds=(0,)),
                 Batch(methods=("adtopk", "oktopk", "topk"), density=0.001, seeds=seeds),
                 *quantized,
