@@ -1,5 +1,7 @@
 """Compiles the package's CUDA sources for the CPU, so that tests run the very kernels that run on a GPU.
 
+Blocks and threads run in an order that is drawn; `THINWIRE_KERNEL_ORDER=1 pytest tests/kernels` draws another one.
+
 A compiled source is kept for later runs, of other clones too: under `$THINWIRE_TEST_CACHE`, or `thinwire/cpu_kernels` in the user's
 cache folder. Its name is a hash of all that it depends on. What no run has used for a month is removed.
 """
@@ -28,6 +30,8 @@ from thinwire.kernels.cuda.toolchain import Toolchain, use_toolchain
 from thinwire.kernels.cuda.tuning import Tuning
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+ORDER = int(os.environ.get("THINWIRE_KERNEL_ORDER", "0"))
+"""Which of the orders that a GPU might choose blocks and threads run in."""
 MONTH = 30 * 24 * 3600.0
 COMPILER = (
     *("g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w"),
@@ -60,7 +64,7 @@ class CpuToolchain(Toolchain):
         def kernel(blocks: int, threads: int, args: Any) -> None:
             # Under another name: tensors that only the caller's list holds have to outlive the launch.
             boxed = args if isinstance(args, Arguments) else Arguments(args)
-            run(blocks, threads, boxed.pointers)
+            run(blocks, threads, boxed.pointers, ORDER)
 
         return self._wrap(name, kernel)
 
@@ -163,14 +167,14 @@ def launchers(source: str) -> Iterator[str]:
     for name, parameters in KERNEL.findall(preprocess(source)):
         types = [re.sub(r"\w+$", "", part.strip()).strip() for part in parameters.split(",")]
         held = [f"{name}_{i}" for i in range(len(types))]
-        yield from (f"static {kind} {one};" for kind, one in zip(types, held, strict=True))
+        yield from (f"STAYS {kind} {one};" for kind, one in zip(types, held, strict=True))
         loads = "".join(
             f"{one} = *({kind}*)values[{i}];"
             for i, (kind, one) in enumerate(zip(types, held, strict=True))
         )
         yield (
-            f'extern "C" void launch_{name}(int grid, int block, void** values) {{ {loads} '
-            f"run_grid(grid, block, [] {{ {name}({', '.join(held)}); }}); }}"
+            f'extern "C" void launch_{name}(int grid, int block, void** values, int order) {{ {loads} '
+            f"run_grid(grid, block, [] {{ {name}({', '.join(held)}); }}, order); }}"
         )
 
 
