@@ -59,6 +59,11 @@ REFRESH = tw.memory.Refresh(every=50)
 PLAIN: dict[str, tw.Method] = {
     "int8": tw.Quantized(bits=8),
     "int4": tw.Quantized(bits=4),
+    "int8-stochastic": tw.Quantized(bits=8, rounding="stochastic"),
+    "int4-stochastic": tw.Quantized(bits=4, rounding="stochastic"),
+    "int4-sums16": tw.Quantized(bits=4, sum_bits=16),
+    "int8-no-memory": tw.Quantized(bits=8, memory=tw.memory.NoMemory()),
+    "int4-no-memory": tw.Quantized(bits=4, memory=tw.memory.NoMemory()),
     "bit1": tw.Quantized(bits=1),
     "topk1": tw.TopK(density=0.01),
 }
