@@ -231,8 +231,9 @@ static void run_grid(int grid, int threads, void (*kernel)(), int order) {
     body = kernel;
     drawn = 2654435761u * (1000 * order + ++launches) | 1;
     blockDim = {(unsigned)threads, 1, 1}, gridDim = {(unsigned)grid, 1, 1};
-    // In some launches warps and threads stay behind. That takes longer.
+    // In some launches some warps and threads stay far behind. That takes longer.
     const bool uneven = draw() % 4 == 0;
+    const unsigned slow_warps = uneven ? draw() & draw() : 0, slow_lanes = uneven ? draw() & draw() & draw() : 0;
     Shuffle blocks(grid);
     int begun = 0;
     here = nullptr;
@@ -244,16 +245,16 @@ static void run_grid(int grid, int threads, void (*kernel)(), int order) {
         if (!seat->alive && begun == grid) return;
         if (seat->alive) enter(seat);
         else ++begun, begin_block(*seat, blocks.next(), threads);
-        const unsigned slow = uneven ? draw() & draw() : 0;
         Shuffle turns(threads);
         for (int i = 0; i < threads; ++i) {
             const int thread = turns.next();
             Fibre& fibre = seat->fibres[thread];
             if (fibre.done || (fibre.waits && fibre.waits->turn == fibre.turn)) continue;
-            if ((slow >> (thread / 32 % 24)) & 1 || (uneven && draw() % 8 == 0)) continue;
+            idle = 0;
+            const bool slow = (slow_warps >> (thread / 32 % 24) | slow_lanes >> (thread % 24)) & 1;
+            if (slow && draw() % 8) continue;
             fibre.waits = nullptr;
             resume(thread);
-            idle = 0;
         }
         if (++idle > 64) fputs("A kernel waits for threads that never come.\n", stderr), abort();
     }
