@@ -52,11 +52,11 @@ class StepPlan:
     methods: tuple[str, ...] = ("dense", "topk", "adtopk")
     """Names of methods and anchors, with commas; your own as module:attribute."""
     anchors: bool = True
-    """Measure {ANCHORS} as well: the first two send nothing, without thinwire and with it; the last one only on a GPU."""
+    """Measure {ANCHORS} as well; the first two send nothing, the last one needs a GPU."""
     rates: tuple[str, ...] | None = None
     """Link rates, with commas: 10gbit,1gbit. Needs root."""
     latency: Annotated[str | None, "TIME"] = None
-    """Added one way between hosts, such as 50ms; goes with rates."""
+    """Delay added one way between hosts, such as 50ms; needs rates."""
     every: tuple[int, ...] = (8, 32)
     """Inner steps between two rounds of diloco, streaming-diloco and sparseloco, with commas."""
     workers: tuple[int, ...] | None = None
