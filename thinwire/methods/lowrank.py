@@ -1,4 +1,4 @@
-"""LowRankMethod: the settings PowerSGD and ACP-SGD share, and when a parameter had better go dense."""
+"""LowRankMethod: the settings PowerSGD and ACP-SGD share, and when a parameter had better travel dense."""
 
 from __future__ import annotations
 
