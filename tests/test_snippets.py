@@ -120,6 +120,9 @@ class Reader(dict[str, Any]):
     def make_state(self) -> dict[str, Any]:
         return self["handle"].state_dict()
 
+    def make_states(self) -> list[dict[str, Any]]:
+        return [self["state"]]
+
     def make_batch(self) -> torch.Tensor:
         return torch.randn(4, 64, generator=torch.Generator().manual_seed(self.rank))
 

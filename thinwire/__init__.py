@@ -1,4 +1,4 @@
-"""thinwire: fast data-parallel PyTorch training on networks that are slower than the gradients.
+"""thinwire: gradient compression for data-parallel PyTorch training on slow networks.
 
 Start with `attach` (DDP), `DistributedOptimizer` (without DDP) or `simulate` (many workers in one process), and a method.
 Parts of methods are in `select`, `memory`, `wire` and `exchange`. All names are listed in `thinwire/public.py`; torch is

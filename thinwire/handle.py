@@ -151,8 +151,8 @@ class Handle:
     def measure(self, steps: int = 10, *, quality: str = "safe") -> None:
         """Measure the next `steps` steps, the link and all candidates, so that `advise()` can tell what would be better.
 
-        Every rank calls it at the same step. The method stays what it is; the step behind the last one measured takes a few
-        seconds longer. `quality` bounds what may be advised, as in `tw.Auto`.
+        Every rank calls it at the same step. The method stays in use; the step after the last one measured takes a few
+        seconds longer. `quality` limits what may be advised, as in `tw.Auto`.
         """
         self._refuse_if_closed()
         check_positive_int("steps", steps)
@@ -210,10 +210,10 @@ class Handle:
 
     @opaque
     def discard_step(self) -> None:
-        """Say that the last step was not applied: it leaves no trace, as dense training drops the gradient of a skipped step.
+        """Say that the last step was not applied: it then leaves no trace.
 
         Call it before the next backward or `switch`, on every rank, when you skip `optimizer.step()` by a rule of your own.
-        Needs `skippable=True`, or a `grad_scaler`; with `skipped="keep"` what the step sent returns to memory instead.
+        Needs `skippable=True`, or a `grad_scaler`; with `skipped="keep"` what the step sent is held back again instead.
         """
         if not self._skips:
             raise UsageError(
@@ -259,8 +259,8 @@ class Handle:
     ) -> None:
         """Go on among the ranks of another group, of the same or another size, with all that this rank holds back.
 
-        Every rank of the new group calls it, between two steps. DDP cannot change its own group: wrap the model anew over
-        the new ranks and pass it as `model`. A rank that is new attaches and then calls `join()`.
+        Every rank of the new group calls it, between two steps. DDP cannot change its group: wrap the model in a new DDP
+        over the new ranks and pass it as `model`. A rank that is new attaches and then calls `join()`.
         """
         self._refuse_if_closed()
         group = self._find_group(process_group, model)
@@ -273,7 +273,7 @@ class Handle:
 
     @opaque
     def join(self) -> None:
-        """Agree with the group on the step: who is behind takes counters and what was learned from who is ahead.
+        """Agree with the group on the step: ranks that are behind get the counters, and what was learned, from those ahead.
 
         `regroup` does it. A rank that has attached to a group that others moved to calls it while they call `regroup`.
         """
@@ -312,7 +312,11 @@ class Handle:
         *,
         on_world_change: str | None = None,
     ) -> None:
-        """Restore this rank's state, or, from the states of all ranks of another world, its mean or nothing."""
+        """Restore this rank's state.
+
+        If another number of ranks saved, pass a list of all their states, and say what becomes of what was held back:
+        `on_world_change="mean"` gives every rank the mean, `"reset"` drops it.
+        """
         self._refuse_if_closed()
         states = [state] if isinstance(state, Mapping) else list(state)
         self._load(

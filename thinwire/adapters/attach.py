@@ -46,17 +46,18 @@ def attach(
             1-D mesh, the ranks that hold the same shard.
         optimizer: Tells tw.Auto() what is safe: without it Auto stays dense. Methods that take momentum over, such as tw.DGC,
             and on_difference="repair" need it too.
-        grad_scaler: The GradScaler of the loss, if there is one; memory is then kept in unscaled units.
+        grad_scaler: The GradScaler of the loss, if there is one; what is held back is then stored without the loss scale.
         deterministic: Add dense parts in rank order, so that resuming is bit-exact whatever the bucketing.
-        skippable: You may call `handle.discard_step()`: a step that is not applied leaves no trace in memory. That holds
-            memory a second time (4 bytes per compressed parameter); with a `grad_scaler` it is on.
-        skipped: What a skipped step leaves: "forget" for nothing, "keep" to have what it sent return to memory, with the
-            finite part of its gradient, at no cost.
-        checksum: Refuse on all ranks, in the same step, what does not arrive as it was sent: `backward()` raises a `DamageError`,
-            and training can go on. Every collective is followed by a small one, for which the host waits on CUDA too. Not
+        skippable: You may call `handle.discard_step()`: a step that is not applied then leaves no trace in what is held
+            back. That takes 4 bytes more per compressed parameter; with a `grad_scaler` it is always on.
+        skipped: What a skipped step leaves: with "forget" nothing. With "keep" what it sent is held back again, with the
+            finite part of its gradient, and no extra bytes are needed.
+        checksum: Check every message, and refuse a damaged one on all ranks in the same step: `backward()` raises a
+            `DamageError`, and training can go on.
+            Every collective is followed by a small one, for which the host waits on CUDA too. Not
             for sharded models.
-        watch: Compare the replicas every so many steps: a fingerprint of the parameters and of the last update travels with a
-            payload. None for never; not for sharded models.
+        watch: Compare the replicas every so many steps, by a fingerprint of the parameters and of the last update. None for
+            never; not for sharded models.
         on_difference: What is done about replicas that differ: "raise", or "repair" to copy parameters and the optimizer's state
             from the majority. Without a majority, or without an `optimizer`, it raises.
 

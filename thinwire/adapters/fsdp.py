@@ -56,20 +56,7 @@ def attach_fsdp(
     **options: Any,
 ) -> Handle:
     """Compress what an FSDP2 model sends between replicas; `options` are those of `make_handle`."""
-    if getattr(model, HOOK, None) is not None:
-        raise UsageError(
-            "attach was called twice on this model; use handle.switch(...) to change the method or handle.close() first"
-        )
-    if watch is not None or on_difference != "raise":
-        raise UsageError(
-            f"watch is {watch} and on_difference is {on_difference!r}; replicas of sharded models are not compared, so they "
-            "must be None and 'raise'"
-        )
-    if method.takes_over in REFUSED:
-        raise UsageError(
-            f"method is {type(method).__name__} with Adam's moments taken over, which sharded models do not have yet; use "
-            "another method or DistributedDataParallel"
-        )
+    refuse_settings(model, method, watch, on_difference)
     units = find_units(model)
     parameters = {name: p for unit in units for name, p in unit.parameters.items()}
     check_parameters(model, parameters)
@@ -106,6 +93,25 @@ def attach_fsdp(
         raise
     warn_if_vain(handle)
     return handle
+
+
+def refuse_settings(
+    model: nn.Module, method: Method, watch: int | None, on_difference: str
+) -> None:
+    if getattr(model, HOOK, None) is not None:
+        raise UsageError(
+            "attach was called twice on this model; use handle.switch(...) to change the method or handle.close() first"
+        )
+    if watch is not None or on_difference != "raise":
+        raise UsageError(
+            f"watch is {watch} and on_difference is {on_difference!r}; replicas of sharded models are not compared, so they "
+            "must be None and 'raise'"
+        )
+    if method.takes_over in REFUSED:
+        raise UsageError(
+            f"method is {type(method).__name__} with Adam's moments taken over, which sharded models do not have yet; use "
+            "another method or DistributedDataParallel"
+        )
 
 
 def find_replicas(units: Sequence[Unit], asked: dist.ProcessGroup | None) -> dist.ProcessGroup:

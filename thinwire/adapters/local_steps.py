@@ -44,16 +44,16 @@ class LocalSteps(LocalRounds):
 
     Args:
         model: A plain model, DDP over the fast links of a node, or FSDP2 shards over them.
-        optimizer: The inner optimizer, any. Several where the parameters are divided among them, as with Muon and AdamW: a step
+        optimizer: The inner optimizer; any will do. A list if several share the parameters, such as Muon and AdamW: a step
             is counted when the last of them has stepped.
         method: How pseudo-gradients are sent, such as tw.Quantized(bits=4); whole unless given.
         every: Inner steps from one round of a parameter to its next.
         outer: Settings of the outer torch.optim.SGD, or a function that makes an optimizer of the common point's
             parameters; lr 0.7 and Nesterov momentum 0.9 unless given.
-        fragments: Parts of the model that take turns, at equal distances within `every` steps.
-        delay: Inner steps that go on while a round travels; less than there are between two rounds.
-        keep_local: How much of its own place a parameter keeps where a round with a `delay` ends: 0 puts it on the common
-            point, 1 would leave it where it is.
+        fragments: Parts of the model that are exchanged in turn, at equal distances within `every` steps.
+        delay: Inner steps taken while a round is under way; fewer than there are between two rounds.
+        keep_local: The share of its own value that a parameter keeps when a round with a `delay` ends: 0 sets it to the
+            common point, 1 would leave it as it is.
         process_group: The ranks to exchange with; all unless given.
         inside_group: The ranks of this node, where the model is a DDP or FSDP2 model over them. Replicas of a node share the
             sending.
@@ -146,10 +146,11 @@ class LocalSteps(LocalRounds):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Come together: all workers have the same parameters afterwards, and the buffers of the first.
+        """Make all workers equal: afterwards they have the same parameters, and the buffers of the first.
 
-        Every rank calls it behind its last inner step, or before an evaluation; training may go on. Workers may have taken
-        different numbers of steps: who comes first takes part in the rounds of the others until they come. What was not
+        Every rank calls it after its last inner step, or before an evaluation; training may go on. Workers may have taken
+        different numbers of steps: the first to call it takes part in the rounds of the others until they call it too.
+        What was not
         exchanged yet is averaged, without the outer optimizer.
         """
         forget_gathered(self._module)

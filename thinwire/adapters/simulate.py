@@ -62,14 +62,14 @@ def simulate(
         workers: How many workers.
         optimizer: Needed by methods that take momentum over.
         policy: Rules for single parameters; the first match wins.
-        grad_scaler: The GradScaler of the loss, if there is one; memory is then kept in unscaled units.
+        grad_scaler: The GradScaler of the loss, if there is one; what is held back is then stored without the loss scale.
         deterministic: Add dense parts in rank order.
-        skippable: You may call `handle.discard_step()`: a step that is not applied leaves no trace in memory. That holds
-            memory a second time (4 bytes per compressed parameter); with a `grad_scaler` it is on.
-        skipped: What a skipped step leaves: "forget" for nothing, "keep" to have what it sent return to memory, with the
-            finite part of its gradient, at no cost.
+        skippable: You may call `handle.discard_step()`: a step that is not applied then leaves no trace in what is held
+            back. That takes 4 bytes more per compressed parameter; with a `grad_scaler` it is always on.
+        skipped: What a skipped step leaves: with "forget" nothing. With "keep" what it sent is held back again, with the
+            finite part of its gradient, and no extra bytes are needed.
         bucket_mb: Megabytes of a bucket; 0 for a bucket per parameter.
-        graph: Capture forward and backward as CUDA graphs where `run` or `step` is used. Where that cannot work one sentence
+        graph: Capture forward and backward as CUDA graphs where `run` or `step` is used. Where that cannot work a message
             says so.
 
     >>> sim = tw.simulate(model, tw.ADTopK(density=0.01), workers=8)
@@ -177,7 +177,7 @@ class Simulation:
 
     @property
     def graphed(self) -> bool:
-        """Whether `run` replays CUDA graphs: it was asked for, and nothing has shown so far that it cannot work."""
+        """Whether `run` replays CUDA graphs: they were asked for, and have worked so far."""
         return self._graphs is not None and self._graphs.enabled
 
     # -- one step ----------------------------------------------------------------------------------------------

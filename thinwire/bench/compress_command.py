@@ -49,7 +49,7 @@ class CompressPlan:
     density: tuple[float, ...] = (0.01, 0.001)
     """Fractions kept, with commas."""
     device: Annotated[str, "cpu|cuda"] = "cpu"
-    """cpu is one thread of it."""
+    """cpu uses one thread."""
     methods: tuple[str, ...] = DEFAULT_METHODS
     """Names of thinwire's methods with commas, or all."""
     anchors: bool = True

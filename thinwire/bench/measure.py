@@ -23,7 +23,7 @@ class Timed:
     """Where a micro-benchmark runs, how often, and where its rows go."""
 
     device: Annotated[str, "cpu|cuda"] = "cpu"
-    """cpu is one thread of it."""
+    """cpu uses one thread."""
     repeats: int = 5
     """Timed calls; the median is shown."""
     csv: NewFile | None = None

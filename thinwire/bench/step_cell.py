@@ -51,13 +51,13 @@ class StepCell:
     density: Annotated[float | None, "FRACTION"] = None
     """Fraction kept by sparse methods."""
     rank: int | None = None
-    """Of low-rank methods."""
+    """Rank of low-rank methods."""
     every: Positive | None = None
     """Inner steps between two rounds of local steps."""
     parallel: Literal["ddp", "hsdp"] = "ddp"
     """hsdp shards the model over the two workers of each host and copies it between hosts."""
     latency: Annotated[str | None, "TIME"] = None
-    """Added one way between hosts, such as 50ms; goes with rates."""
+    """Delay added one way between hosts, such as 50ms; needs rates."""
     shapes: str | None = None
     """A hash of what the model is made of (`model_shapes`); None where nobody looked."""
     steps: Positive = 20

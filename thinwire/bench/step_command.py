@@ -52,11 +52,11 @@ class StepPlan:
     methods: tuple[str, ...] = ("dense", "topk", "adtopk")
     """Names of methods and anchors, with commas; your own as module:attribute."""
     anchors: bool = True
-    """Measure {ANCHORS} as well: the first two send nothing, without thinwire and with it; the last one only on a GPU."""
+    """Measure {ANCHORS} as well; the first two send nothing, the last one needs a GPU."""
     rates: tuple[str, ...] | None = None
     """Link rates, with commas: 10gbit,1gbit. Needs root."""
     latency: Annotated[str | None, "TIME"] = None
-    """Added one way between hosts, such as 50ms; goes with rates."""
+    """Delay added one way between hosts, such as 50ms; needs rates."""
     every: tuple[int, ...] = (8, 32)
     """Inner steps between two rounds of diloco, streaming-diloco and sparseloco, with commas."""
     workers: tuple[int, ...] | None = None
@@ -121,12 +121,7 @@ def bench_step(
         listed = ",".join(map(str, counts))
         raise UsageError(f"workers is {listed}; a launch script starts one number of them")
     launched = is_worker_already()
-    find = cluster_rates if cluster.wanted or launched else possible_rates
-    rates = find(measured.rates, measured.suite)
-    if measured.latency is not None and rates in ([], [CLUSTER]):
-        raise UsageError(
-            f"latency is {measured.latency}, which only emulated links have; add --rates, as root"
-        )
+    rates = find_rates(measured, on_cluster=cluster.wanted or launched)
     settings = {**step, **timing, "device": device, "latency": measured.latency}
     cells = plan_cells(measured, rates, counts, settings)
     if cluster.wanted:
@@ -157,10 +152,21 @@ def bench_step(
             )
     show_rows(book.rows, console)
     if output.profiles is not None:
-        for cell in cells:
-            if profile_file(output.profiles, cell).exists():
-                show_profile(read_profile(profile_file(output.profiles, cell)), console)
+        for file in (profile_file(output.profiles, cell) for cell in cells):
+            if file.exists():
+                show_profile(read_profile(file), console)
     show_files(book, output)
+
+
+def find_rates(measured: StepPlan, *, on_cluster: bool) -> list[str]:
+    """The links to measure on."""
+    find = cluster_rates if on_cluster else possible_rates
+    rates = find(measured.rates, measured.suite)
+    if measured.latency is not None and rates in ([], [CLUSTER]):
+        raise UsageError(
+            f"latency is {measured.latency}, which only emulated links have; add --rates, as root"
+        )
+    return rates
 
 
 def plan_cells(

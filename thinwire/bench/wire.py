@@ -182,7 +182,7 @@ class Spoiled:
     fuzz: int = 0
     """Decode so many spoiled payloads instead of measuring."""
     seed: int = 0
-    """Of the fuzzer."""
+    """Seed of the fuzzer."""
 
 
 @command

@@ -45,7 +45,7 @@ from thinwire.wire.codec import Codec, Flags
 class Hierarchical(Exchange):
     """Any exchange between hosts, around it a dense reduce-scatter and an all-gather inside each host.
 
-    Ranks of a host must be neighbours: host = rank // per_host, as torchrun numbers them.
+    The ranks of a host must have consecutive numbers: host = rank // per_host, as torchrun numbers them.
     """
 
     outer: Exchange = field(default_factory=SplitReduce)

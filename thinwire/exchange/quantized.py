@@ -149,13 +149,8 @@ class QuantizedSum:
         arrived = yield from self.deal_out(self.offer.write(words, sent.coded))
         raised, coded = self.offer.read(arrived)
         used, bad = raised[:-1], raised[-1]
-        own, refused = blocks[self.peer], None
         own_divisor = None if by_team is None else by_team[self.peer]
-        if own_divisor is not None:
-            own = own / own_divisor
-            if self.cuts_own:
-                own = own if most is None else own.clamp(-most, most)
-                refused = blocks[self.peer] - own * own_divisor
+        own, refused = self._own_part(blocks[self.peer], own_divisor, most)
         total = self._add_up(coded, own)
         overflow = ~total.isfinite().all()
         drop_if_bad(total, overflow)
@@ -176,6 +171,18 @@ class QuantizedSum:
         update = torch.zeros_like(c)
         self.owned.write(mean, update)
         return Outcome(update, bad | overflowed[0])
+
+    def _own_part(
+        self, blocks: Tensor, divisor: Tensor | None, most: Limit
+    ) -> tuple[Tensor, Tensor | None]:
+        """(this rank's own blocks as it adds them up, what of them stays here because the limit cuts it)."""
+        if divisor is None:
+            return blocks, None
+        own = blocks / divisor
+        if not self.cuts_own:
+            return own, None
+        own = own if most is None else own.clamp(-most, most)
+        return own, blocks - own * divisor
 
     def _sum_inside(self, blocks: Tensor, flags: Flags) -> Program[tuple[Tensor, Flags]]:
         """(the host's sum of the blocks that this rank's team owns, the host's flags)."""

@@ -84,7 +84,7 @@ class AdamMomentum(Memory):
     floor: float = 0.0
     """The least second moment of an element, as a share of the mean over its tensor."""
     storage: str = "fp32"
-    """The format in which momentum and residual rest: "fp32", "bf16" or "int8" in blocks."""
+    """The format in which momentum and residual are stored: "fp32", "bf16" or "int8" in blocks."""
     adam: AdamSettings | None = None
     """Taken over from the optimizer; None until then."""
 

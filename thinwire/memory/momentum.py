@@ -43,7 +43,7 @@ class MomentumCorrection(Memory):
     masking: bool = True
     """Whether u is cleared wherever something was sent."""
     storage: str = "fp32"
-    """The format in which u and v rest: "fp32", "bf16" or "int8" in blocks."""
+    """The format in which u and v are stored: "fp32", "bf16" or "int8" in blocks."""
 
     form = CORRECTED
     owns_momentum = True

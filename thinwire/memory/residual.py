@@ -28,7 +28,7 @@ class Residual(Memory):
     gamma: float = 1.0
     """Weight of the new gradient."""
     storage: str = "fp32"
-    """The format in which it rests."""
+    """The format in which it is stored."""
 
     def __post_init__(self) -> None:
         check_choice("storage", self.storage, STORAGES)

@@ -63,7 +63,7 @@ class AdamScale(Method):
     """Compression in Adam's own scale: AdamW while dense, then `method` on c / divisor.
 
     Needs `attach(..., optimizer=opt)` with `torch.optim.Adam` or `AdamW`, whose own steps are taken in the dense start and for
-    dense parameters. Later u = beta1 u + (1 - beta1) g on every worker; c = residual + u; of c the method sends
+    dense parameters. Afterwards u = beta1 u + (1 - beta1) g on every worker; c = residual + u; of c the method sends
     q, chosen by the magnitude of c / divisor; w -= lr mean(q) / divisor, where the divisor is Adam's sqrt(v) + eps.
 
     >>> opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -76,15 +76,15 @@ class AdamScale(Method):
     """Dense steps in the beginning, in which the divisor is learned, or a rule for when it is. 0 for an optimizer that has
     learned it already."""
     divisor: str | Refresh = FROZEN
-    """"frozen" keeps it as the dense start left it; tw.memory.Refresh(every=50) learns on."""
+    """"frozen" keeps it as the dense start left it; with tw.memory.Refresh(every=50) it goes on learning."""
     limit: float | None = None
-    """The most that a worker sends of an element, in units of its divisor; the rest waits. A refreshed divisor wants one. Where
-    quantised sums have no more bits than what is sent, an owner's own part is cut with the sum only."""
+    """The most that a worker sends of an element, in units of its divisor; the rest waits. Set one if the divisor is
+    refreshed. If quantised sums have no more bits than what is sent, an owner's own part is cut with the sum only."""
     floor: float = 0.0
     """The least second moment of an element, as a share of the mean over its tensor; limits the steps of entries that had no
-    gradient in the dense start, as those of rare words."""
+    gradient in the dense start, such as those of rare words."""
     storage: str = "fp32"
-    """The format in which momentum and residual rest: "fp32", "bf16" or "int8" in blocks."""
+    """The format in which momentum and residual are stored: "fp32", "bf16" or "int8" in blocks."""
 
     def __post_init__(self) -> None:
         check_instance("method", self.method, Method, "a method such as tw.TopK(density=0.01)")

@@ -30,7 +30,7 @@ class ADTopK(Sparsifier):
     """Top-k inside every row or fibre, so that every dimension contributes; optionally in turns with global top-k."""
 
     axis: Axis = "auto"
-    """"auto" chooses by the kind of layer, "published" takes axis 1 always, a number is taken as it is."""
+    """"auto" chooses by the kind of layer, "published" takes axis 1 always, a number names the axis."""
     interleave: int | None = None
     """2 = every second step selects globally, 3 = every third; None = never."""
     threshold: bool = False

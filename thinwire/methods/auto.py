@@ -20,17 +20,17 @@ class Auto(Method):
     """
 
     quality: str = "safe"
-    """What may be lost: "safe" takes only what is level with dense in our own runs for this kind of optimizer, "balanced"
+    """What Auto may risk: "safe" takes only what is level with dense in our own runs for this kind of optimizer, "balanced"
     also what is usual practice, "fastest" anything."""
     measure_s: float = 10.0
     """Seconds of steps that are measured at most, in no fewer than three steps."""
     measure_steps: int = 30
-    """And no more steps than this."""
+    """Steps that are measured at most."""
     trial_steps: int = 5
     """Timed steps of each of the best three."""
     window: int = 200
-    """Steps after which the time of a step is compared with what was expected; three windows that differ by more than
-    15 % make it plan anew."""
+    """Every so many steps the time of a step is compared with what was expected; after three comparisons in a row that
+    differ by more than 15 % it plans anew."""
 
     def __post_init__(self) -> None:
         check_choice("quality", self.quality, ("safe", "balanced", "fastest"))

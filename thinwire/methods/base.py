@@ -47,7 +47,7 @@ class Adaptive:
     measure_s: float = 10.0
     """Seconds of steps that are measured at most, in no fewer than three steps."""
     measure_steps: int = 30
-    """And no more steps than this."""
+    """Steps that are measured at most."""
     finalists: int = 3
     """Plans that are tried before one of them is kept."""
     trial_steps: int = 5
@@ -151,11 +151,11 @@ class Method(Described, ABC):
 
     @abstractmethod
     def reason_against(self, slot: Slot, dense_bits: int, world: int) -> str | None:
-        """Why this slot had better go dense, or None if it is worth compressing."""
+        """Why this parameter had better travel dense; None if it is worth compressing."""
 
     @abstractmethod
     def describe(self, slot: Slot) -> str:
-        """What happens to this slot, in a few words for `handle.plan()`."""
+        """What happens to this parameter, in a few words for `handle.plan()`."""
 
 
 def check_method(method: Any) -> None:
@@ -249,7 +249,7 @@ class SparseMethod(Method):
     exchange: Exchange = field(default_factory=AllGather)
     """How the payload travels."""
     dense_fallback: bool = True
-    """Whether a slot that would not pay may go dense."""
+    """Whether a parameter may travel dense where compressing it would not pay."""
 
     selects = True
 

@@ -41,7 +41,7 @@ class DGC(Sparsifier):
     clip: Clip | None = None
     """Local clipping before accumulation, such as tw.memory.Clip(norm=5.0, by_workers=True)."""
     sample_ratio: float | None = None
-    """Fraction of the elements sampled for a threshold; None = exact top-k. What follows is about the sampling."""
+    """Fraction of the elements sampled for a threshold; None = exact top-k. The settings below apply to the sampling."""
     sample: str = "strided"
     """"strided" or "random" (with replacement)."""
     upper: float = 1.3

@@ -1,4 +1,4 @@
-"""LowRankMethod: the settings PowerSGD and ACP-SGD share, and when a parameter had better go dense."""
+"""LowRankMethod: the settings PowerSGD and ACP-SGD share, and when a parameter had better travel dense."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class LowRankMethod(Method):
     """A gradient of n x m as the product of n x r and r x m; what the product misses stays in memory."""
 
     rank: int = 4
-    """How many columns the factors have; a smaller matrix takes its own smaller side."""
+    """How many columns the factors have; a matrix with a smaller side uses the length of that side."""
     min_compression_rate: float = 2.0
-    """How many times fewer bytes than dense a parameter must need, averaged over steps, not to go dense."""
+    """A parameter travels dense unless it needs so many times fewer bytes than dense, averaged over steps."""
     wire: str = "fp32"
     """"fp32" or "bf16". Rounding to bf16 stays in memory; to keep it, bf16 sums take two collectives instead of one.
     Factors of float64 gradients travel in float64 under "fp32"."""
     dense_fallback: bool = True
-    """Whether a parameter that would not pay may go dense."""
+    """Whether a parameter may travel dense where compressing it would not pay."""
     per_host: int | None = None
     """Ranks per host, to sum factors inside each host first and between hosts once per host; None = over all ranks at
-    once. Ranks of a host must be neighbours: host = rank // per_host, as torchrun numbers them."""
+    once. The ranks of a host must have consecutive numbers: host = rank // per_host, as torchrun numbers them."""
 
     scale: Memory | None = None
-    """The memory in whose scale matrices are factorised; tw.AdamScale says it."""
+    """The memory in whose scale matrices are factorised; set by tw.AdamScale."""
 
     factors_per_step: ClassVar[int] = 2
     """Of the two factors, how many travel in one step."""

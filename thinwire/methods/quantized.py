@@ -38,10 +38,10 @@ class Quantized(Method):
     sum_bits: int | str | None = None
     """Of the sums that owners send to all; None = as many as `bits`."""
     dense_fallback: bool = True
-    """Whether a slot that would not pay may go dense."""
+    """Whether a parameter may travel dense where compressing it would not pay."""
     per_host: int | None = None
     """Ranks per host, to sum in full precision inside each host and in a few bits between hosts; None = over all ranks at
-    once. Ranks of a host must be neighbours: host = rank // per_host, as torchrun numbers them."""
+    once. The ranks of a host must have consecutive numbers: host = rank // per_host, as torchrun numbers them."""
 
     def __post_init__(self) -> None:
         check_choice("bits", self.bits, QUANTIZERS)

@@ -77,7 +77,7 @@ class Stats(Described):
         return self.dense_bytes / self.counted_steps if self.counted_steps else 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """The numbers that are worth a curve, by name; `exposed_ms` is among them where it was measured."""
+        """The numbers that are worth plotting, by name; `exposed_ms` is among them where it was measured."""
         values = {
             "steps": self.steps,
             "ratio": self.ratio,

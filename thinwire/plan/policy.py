@@ -58,7 +58,7 @@ class Rule(Described):
     feedback: bool | None = None
     """False: hold nothing back, so that what is not sent is lost."""
     all_dimension: bool = False
-    """Spare it ADTopK's global turns."""
+    """Select in its rows only, also in ADTopK's global turns."""
 
     def __post_init__(self) -> None:
         check_instance("pattern", self.pattern, str, "a glob on parameter names such as '*.weight'")

@@ -68,9 +68,9 @@ class Choice(DataOptions):
 
     name: Listed | None = None
     data: Listed | None = None
-    """Of --list; with --model, instead of TASK."""
+    """A data set of --list; with --model, in place of TASK."""
     model: Listed | None = None
-    """Of --list; with --data, instead of TASK."""
+    """A model of --list; with --data, in place of TASK."""
 
     def find(self) -> Task:
         from thinwire.recipes.tasks import compose, find_task
@@ -120,9 +120,9 @@ class Training:
     momentum: NotNegative = 0.9
     nesterov: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
-    """Of adam and adamw."""
+    """For adam and adamw."""
     eps: AboveZero = 1e-8
-    """Of adam and adamw."""
+    """For adam and adamw."""
     weight_decay: NotNegative = 0.0
     decay_norms: bool = True
     """Whether biases and the parameters of norms decay too."""
@@ -133,7 +133,7 @@ class Training:
     milestones: tuple[int, ...] = ()
     """Epochs at which multistep multiplies the rate by gamma."""
     gamma: AboveZero = 0.1
-    """Of multistep, of exponential (per epoch) and of plateau."""
+    """Factor of multistep, exponential (per epoch) and plateau."""
     patience: Positive = 3
     """Epochs without a better score before plateau multiplies the rate by gamma."""
     warmup_steps: Count = 0
@@ -143,11 +143,11 @@ class Training:
     clip_norm: PositiveNumber | None = None
     """Largest norm of the averaged gradient; None: not clipped."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of autocast; fp16 comes with a GradScaler."""
+    """The dtype of autocast; fp16 comes with a GradScaler."""
     channels_last: Annotated[bool, EITHER_WAY] = False
     """Images and convolutions in that memory format, which is faster on most GPUs; --no-channels-last turns it off."""
     seed: Count = 0
-    """Of the initial parameters, the order of the examples, augmentation and dropout."""
+    """Seed of the initial parameters, the order of the examples, augmentation and dropout."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -174,9 +174,10 @@ class Running:
     graph: bool = False
     """Replay each simulated worker's forward and backward as a CUDA graph, where that works."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if every process of this machine has a GPU of its own, else the CPU; with --link the CPU."""
+    """auto: CUDA if every process of this machine has a GPU of its own, else the CPU."""
     link: Annotated[str | None, check_link, "RATE"] = None
-    """Join the workers by emulated links, such as 50mbit, as root on Linux; auto: 50mbit where that is possible."""
+    """Join the workers by emulated links, such as 50mbit, as root on Linux; auto: 50mbit where that is possible. The workers then
+    compute on the CPU unless --device says cuda."""
     steps: Positive | None = None
     """Stop after so many optimisation steps; the learning rate is still that of all epochs."""
     checkpoint_every: Positive | None = None

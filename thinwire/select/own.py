@@ -73,7 +73,8 @@ def selector(function: Choose, *, density: float, axis: Axis | None = None) -> S
 
     Args:
         function: Called with `rows`, float [count, length], and `k`; returns the indices of k entries of every row, int64
-            [count, k], none twice in a row. Rows hold gradient plus what was held back before. It may be called in any
+            [count, k]; no index may come twice in a row.
+            Rows hold gradient plus what was held back before. It may be called in any
             order of parameters and must leave torch's global random generator alone.
         density: Fraction of the entries kept; k = max(1, floor(length x density)).
         axis: Rows are the fibres of this axis, as in `tw.ADTopK` ("auto", "published" or a number); None = the whole

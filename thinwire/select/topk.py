@@ -65,7 +65,7 @@ class AllDimensionTopK(ExactTopK):
     density: float
     """Fraction of the entries kept."""
     axis: Axis = "auto"
-    """"auto" chooses by the kind of layer, "published" takes axis 1 always, a number is taken as it is."""
+    """"auto" chooses by the kind of layer, "published" takes axis 1 always, a number names the axis."""
 
     def __post_init__(self) -> None:
         check_density("density", self.density)

@@ -57,13 +57,13 @@ class Terms:
     partition: Annotated[str | None, check_word, "NAME"] = None
     """SLURM's partition, or the queue of PBS."""
     account: Annotated[str | None, check_word, "NAME"] = None
-    """Who pays."""
+    """Account that pays for the job."""
     output: Annotated[str | None, check_word, "FILE"] = None
-    """Where all that it prints goes."""
+    """File for all that the job prints."""
     requeue: bool = False
     """Start it again when a machine fails or a more urgent job takes its place; it must load its own checkpoint."""
     data: Annotated[tuple[str, ...], "PATHS"] = ()
-    """With commas: what every machine must have before anything starts."""
+    """Files or folders, with commas, that every machine must have before anything starts."""
 
     def __post_init__(self) -> None:
         check_fields(self)
