@@ -174,6 +174,29 @@ def test_auto_is_told_the_optimizer(workers, tmp_path):
         assert result == {"top-k": True, "identical": True}
 
 
+def switch_job(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    import lightning.pytorch as pl
+
+    from thinwire.integrations.lightning import Compression
+
+    class Switch(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+            if trainer.global_step == 3:
+                compression.handle.switch(tw.DGC(density=0.05))
+
+    as_launched(rank, world)
+    compression = Compression(tw.Quantized(bits=4))
+    module = make_module(rank)
+    fit(module, [compression, Switch()], folder)
+    taken = compression.handle.steering.takeover is not None
+    return {"taken": taken, "identical": are_identical(flat(module))}
+
+
+def test_every_method_is_told_the_optimizer(workers, tmp_path):
+    for result in workers.run(switch_job, tmp_path):
+        assert result == {"taken": True, "identical": True}
+
+
 def other_strategy_job(rank: int, world: int) -> str:
     from types import SimpleNamespace
 

@@ -75,8 +75,7 @@ class Compression(Callback):
             "grad_scaler": getattr(trainer.precision_plugin, "scaler", None),
             **self._settings,
         }
-        chooses = self.method.adaptive is not None and len(trainer.optimizers) == 1
-        if self.method.takes_over is not None or chooses:
+        if self.method.takes_over is not None or len(trainer.optimizers) == 1:
             settings.setdefault("optimizer", the_optimizer(trainer))
         self.handle = attach(model, self.method, **settings)
 

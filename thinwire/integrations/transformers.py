@@ -99,11 +99,12 @@ class CompressionCallback(TrainerCallback):
     def _attach(self, trainer: Trainer, model: torch.nn.Module) -> Handle:
         if self.handle is not None:
             self.handle.close()
-        settings = {"grad_scaler": trainer.accelerator.scaler, **self._settings}
-        if self.method.takes_over is not None or self.method.adaptive is not None:
+        settings = {
+            "grad_scaler": trainer.accelerator.scaler,
             # Accelerate wraps the optimizers it prepares.
-            optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-            settings.setdefault("optimizer", optimizer)
+            "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+            **self._settings,
+        }
         self._model = weakref.ref(model)
         return attach(model, self.method, **settings)
 
