@@ -168,6 +168,29 @@ def test_every_method_is_told_the_optimizer(workers, tmp_path):
         assert result["taken"] and result["identical"]
 
 
+def new_optimizer_job(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    from thinwire.integrations.transformers import compress
+
+    as_launched(rank, world)
+    trainer = make_trainer(folder, save_strategy="no")
+    callback = compress(trainer, tw.AdamScale(method=tw.Quantized(bits=4), start=1))
+    trainer.train()
+    first = callback.handle
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer.train()
+    stepped = callback.handle.steering.takeover.optimizer is trainer.optimizer.optimizer
+    return {
+        "closed": first.closed,
+        "stepped": stepped,
+        "identical": are_identical(flat(trainer.model)),
+    }
+
+
+def test_a_second_train_with_a_new_optimizer_gets_a_new_handle(workers, tmp_path):
+    for result in workers.run(new_optimizer_job, tmp_path):
+        assert result == {"closed": True, "stepped": True, "identical": True}
+
+
 def sentences_job(rank: int, world: int, folder: Path) -> list[str]:
     from thinwire.integrations.transformers import compress
 
