@@ -36,6 +36,14 @@ _counted: WeakSet[Optimizer] = WeakSet()
 """Whose steps are counted already."""
 
 
+def refuse_counted(optimizer: Optimizer | Sequence[Optimizer]) -> None:
+    """Refuse an optimizer that takes part in local steps which were not closed."""
+    if not _counted.isdisjoint(listed(optimizer)):
+        raise UsageError(
+            "local steps were begun twice with this optimizer, so that every step would count in both; close() the first ones"
+        )
+
+
 class LocalSteps(LocalRounds):
     """Local steps on top of a model and its optimizer. `optimizer.step()` does all of it; the rest of the script stays.
 
@@ -105,10 +113,7 @@ class LocalSteps(LocalRounds):
         check_instance("model", model, nn.Module, "a torch.nn.Module")
         forget_gathered(model)
         check_local(model, optimizer, method, settings)
-        if not _counted.isdisjoint(listed(optimizer)):
-            raise UsageError(
-                "local steps were begun twice with this optimizer, so that every step would count in both; close() the first ones"
-            )
+        refuse_counted(optimizer)
         scale_reader(grad_scaler)
         group = find_group(process_group)
         if inside_group is not None and process_group is None:
