@@ -344,6 +344,15 @@ def refusals_job(rank: int, world: int) -> None:
         tw.attach(nn.Linear(2, 2), tw.Dense())
     with pytest.raises(tw.ExchangeError, match="method differs between ranks"):
         tw.attach(make_model(mesh), tw.TopK(density=0.1 if rank % 2 else 0.2))
+    in_scale = tw.AdamScale(method=tw.TopK(density=0.1), start=1)
+    model = make_model(mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(tw.UsageError, match="method is AdamScale with Adam's moments taken over"):
+        tw.attach(model, in_scale, optimizer=optimizer)
+    handle = tw.attach(model, tw.Quantized(bits=8), optimizer=optimizer)
+    with pytest.raises(tw.UsageError, match="method is AdamScale with Adam's moments taken over"):
+        handle.switch(in_scale)
+    handle.close()
 
 
 def test_what_cannot_work_is_refused_in_a_sentence(sharded):

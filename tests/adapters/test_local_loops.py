@@ -479,7 +479,10 @@ def refuse(rank, world):
     alone = [dist.new_group([one]) for one in range(world)][rank]
     ddp = DistributedDataParallel(model, process_group=alone)
     local = tw.LocalSteps(ddp, optimizer, every=2)
+    with pytest.raises(tw.UsageError, match="begun twice with this optimizer"):
+        tw.LocalSteps(model, optimizer, every=2)
     local.close()
+    tw.LocalSteps(model, optimizer, every=2).close()
     return True
 
 

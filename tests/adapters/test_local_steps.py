@@ -263,7 +263,7 @@ def test_the_plan_counts_all_bytes_of_a_parameter(method, settings, wanted):
         ({"every": 0}, "every is 0"),
         ({"every": 4, "fragments": 5}, "fragments is 5"),
         ({"every": 4, "delay": 4}, "delay is 4"),
-        ({"every": 4, "fragments": 2, "delay": 2}, "delay is 2"),
+        ({"every": 4, "fragments": 2, "delay": 2}, "delay is 2.* 2 where every is 4"),
         ({"every": 4, "keep_local": 1.0}, "keep_local is 1.0"),
     ],
 )

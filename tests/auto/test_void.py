@@ -95,6 +95,22 @@ def test_in_another_class_only_the_decision_is_void(
     assert first["found"] == second["found"] == ("measuring", (), False)
 
 
+def under_bf16(rank: int, world: int) -> tuple[str, list[str]]:
+    """Saved and loaded under a candidate that holds nothing back."""
+    job, again = make(rank, adam=True), make(rank, adam=True)
+    settle(job, "bf16")
+    said = Said()
+    logging.getLogger("thinwire").addHandler(said)
+    again.resume(job)
+    logging.getLogger("thinwire").removeHandler(said)
+    (label,) = set(again.pilot.labels)
+    return label, said.lines
+
+
+def test_nothing_is_missed_where_nothing_is_held_back(pools: Callable[[int], Pool]) -> None:
+    assert pools(2).run(under_bf16) == [("bf16", []), ("bf16", [])]
+
+
 def save_settled(rank: int, world: int, winner: str, adam: bool) -> tuple[Saved, int]:
     job = make(rank, adam)
     settle(job, winner)

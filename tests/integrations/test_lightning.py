@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from tests.integrations.common import METHOD, are_identical, as_launched, flat, make_model
+from tests.integrations.common import (
+    METHOD,
+    are_identical,
+    as_launched,
+    catch_warnings_of,
+    flat,
+    make_model,
+)
 
 pytest.importorskip("lightning")
 
@@ -172,6 +179,51 @@ def auto_job(rank: int, world: int, folder: Path) -> dict[str, Any]:
 def test_auto_is_told_the_optimizer(workers, tmp_path):
     for result in workers.run(auto_job, tmp_path):
         assert result == {"top-k": True, "identical": True}
+
+
+def switch_job(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    import lightning.pytorch as pl
+
+    from thinwire.integrations.lightning import Compression
+
+    class Switch(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+            if trainer.global_step == 3:
+                compression.handle.switch(tw.DGC(density=0.05))
+
+    as_launched(rank, world)
+    compression = Compression(tw.Quantized(bits=4))
+    module = make_module(rank)
+    fit(module, [compression, Switch()], folder)
+    taken = compression.handle.steering.takeover is not None
+    return {"taken": taken, "identical": are_identical(flat(module))}
+
+
+def test_every_method_is_told_the_optimizer(workers, tmp_path):
+    for result in workers.run(switch_job, tmp_path):
+        assert result == {"taken": True, "identical": True}
+
+
+def found_rate_job(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Lightning saves before its search for a learning rate, and loads behind it."""
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    from thinwire.integrations.lightning import Compression
+
+    as_launched(rank, world)
+    compression = Compression(METHOD)
+    module = make_module(rank)
+    module.lr = 0.1
+    finder = LearningRateFinder(num_training_steps=4, update_attr=False)
+    with catch_warnings_of("thinwire.integrations.lightning") as said:
+        fit(module, [compression, finder], folder)
+    steps = compression.handle.stats().steps
+    return {"said": said, "steps": steps, "identical": are_identical(flat(module))}
+
+
+def test_a_search_for_a_learning_rate_is_no_resume(workers, tmp_path):
+    for result in workers.run(found_rate_job, tmp_path):
+        assert result == {"said": [], "steps": 8, "identical": True}
 
 
 def other_strategy_job(rank: int, world: int) -> str:

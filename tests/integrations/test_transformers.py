@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.integrations.common import are_identical, as_launched, flat
+from tests.integrations.common import are_identical, as_launched, catch_warnings_of, flat
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -145,6 +145,50 @@ def auto_job(rank: int, world: int, folder: Path) -> dict[str, Any]:
 def test_auto_is_told_the_optimizer(workers, tmp_path):
     for result in workers.run(auto_job, tmp_path):
         assert result == {"int8": True, "identical": True}
+
+
+def warned_job(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    from thinwire.integrations.transformers import compress
+
+    as_launched(rank, world)
+    trainer = make_trainer(folder, save_strategy="no")
+    callback = compress(trainer, tw.TopK(density=0.05))
+    with catch_warnings_of("thinwire.optim.takeover") as said:
+        trainer.train()
+    callback.handle.switch(tw.AdamScale(method=tw.TopK(density=0.05), start=1))
+    trainer.train()
+    taken = callback.handle.steering.takeover is not None
+    return {"said": said, "taken": taken, "identical": are_identical(flat(trainer.model))}
+
+
+def test_every_method_is_told_the_optimizer(workers, tmp_path):
+    for result in workers.run(warned_job, tmp_path):
+        (said,) = result["said"]
+        assert said.startswith("TopK before AdamW learns much less")
+        assert result["taken"] and result["identical"]
+
+
+def new_optimizer_job(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    from thinwire.integrations.transformers import compress
+
+    as_launched(rank, world)
+    trainer = make_trainer(folder, save_strategy="no")
+    callback = compress(trainer, tw.AdamScale(method=tw.Quantized(bits=4), start=1))
+    trainer.train()
+    first = callback.handle
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer.train()
+    stepped = callback.handle.steering.takeover.optimizer is trainer.optimizer.optimizer
+    return {
+        "closed": first.closed,
+        "stepped": stepped,
+        "identical": are_identical(flat(trainer.model)),
+    }
+
+
+def test_a_second_train_with_a_new_optimizer_gets_a_new_handle(workers, tmp_path):
+    for result in workers.run(new_optimizer_job, tmp_path):
+        assert result == {"closed": True, "stepped": True, "identical": True}
 
 
 def sentences_job(rank: int, world: int, folder: Path) -> list[str]:

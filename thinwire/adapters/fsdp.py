@@ -42,7 +42,6 @@ from thinwire.handle import Handle
 from thinwire.layout import Bucket
 from thinwire.memory.store import let_go
 from thinwire.methods.base import ADAM_TAKEOVER, Method
-from thinwire.optim.takeover import take_over
 
 
 def attach_fsdp(
@@ -56,13 +55,14 @@ def attach_fsdp(
     **options: Any,
 ) -> Handle:
     """Compress what an FSDP2 model sends between replicas; `options` are those of `make_handle`."""
-    refuse_settings(model, method, watch, on_difference)
+    refuse_settings(model, watch, on_difference)
     units = find_units(model)
     parameters = {name: p for unit in units for name, p in unit.parameters.items()}
     check_parameters(model, parameters)
     replicas = find_replicas(units, process_group)
     check_optimizer(optimizer, parameters)
-    takeover = take_over(method, optimizer, parameters)
+    prospect = Prospect(optimizer, parameters, REFUSED)
+    takeover = prospect.take_over(method)
     form = make_form(units)
     if options["checksum"] and any(group.size() > 1 for group in form.groups()):
         raise UsageError(
@@ -78,7 +78,7 @@ def attach_fsdp(
         partial(make_driver, replicas, device, in_turn=True),
         device=device,
         takeover=takeover,
-        prospect=Prospect(optimizer, parameters, REFUSED),
+        prospect=prospect,
         form=form,
         **options,
     )
@@ -95,9 +95,7 @@ def attach_fsdp(
     return handle
 
 
-def refuse_settings(
-    model: nn.Module, method: Method, watch: int | None, on_difference: str
-) -> None:
+def refuse_settings(model: nn.Module, watch: int | None, on_difference: str) -> None:
     if getattr(model, HOOK, None) is not None:
         raise UsageError(
             "attach was called twice on this model; use handle.switch(...) to change the method or handle.close() first"
@@ -106,11 +104,6 @@ def refuse_settings(
         raise UsageError(
             f"watch is {watch} and on_difference is {on_difference!r}; replicas of sharded models are not compared, so they "
             "must be None and 'raise'"
-        )
-    if method.takes_over in REFUSED:
-        raise UsageError(
-            f"method is {type(method).__name__} with Adam's moments taken over, which sharded models do not have yet; use "
-            "another method or DistributedDataParallel"
         )
 
 
@@ -145,8 +138,11 @@ def find_replicas(units: Sequence[Unit], asked: dist.ProcessGroup | None) -> dis
     return asked or group
 
 
-REFUSED = frozenset({ADAM_TAKEOVER})
-"""What cannot be taken over from the optimizer of a sharded model."""
+REFUSED = {
+    ADAM_TAKEOVER: "with Adam's moments taken over, which sharded models do not have yet; use another method or "
+    "DistributedDataParallel"
+}
+"""What cannot be taken over from the optimizer of a sharded model, and why."""
 HOOK = "_thinwire_hook"
 """The attribute of a model under which its hook is found while a handle is attached."""
 

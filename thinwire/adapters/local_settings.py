@@ -54,7 +54,8 @@ class LocalSettings:
         shortest, delay = self.every // self.fragments, self.delay
         if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < shortest:
             raise UsageError(
-                f"delay is {delay!r}; it must be from 0 to {shortest - 1}, less than the steps between two rounds"
+                f"delay is {delay!r}; it must be from 0 to {shortest - 1}, less than the steps between two rounds: those are "
+                f"{shortest} where every is {self.every} and fragments is {self.fragments}"
             )
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from thinwire.adapters.checks import find_group
 from thinwire.adapters.common_point import forget_gathered
-from thinwire.adapters.local_checks import check_apart, check_local
+from thinwire.adapters.local_checks import check_apart, check_local, listed
 from thinwire.adapters.local_rounds import LocalRounds
 from thinwire.adapters.local_settings import NESTEROV, LocalSettings, MakeOptimizer
 from thinwire.adapters.simulate_local import LocalSimulation
@@ -30,6 +31,17 @@ from thinwire.layout import local_part
 from thinwire.methods.base import Dense, Method
 from thinwire.plan.policy import Rule
 from thinwire.validate import check_instance
+
+_counted: WeakSet[Optimizer] = WeakSet()
+"""Whose steps are counted already."""
+
+
+def refuse_counted(optimizer: Optimizer | Sequence[Optimizer]) -> None:
+    """Refuse an optimizer that takes part in local steps which were not closed."""
+    if not _counted.isdisjoint(listed(optimizer)):
+        raise UsageError(
+            "local steps were begun twice with this optimizer, so that every step would count in both; close() the first ones"
+        )
 
 
 class LocalSteps(LocalRounds):
@@ -101,6 +113,7 @@ class LocalSteps(LocalRounds):
         check_instance("model", model, nn.Module, "a torch.nn.Module")
         forget_gathered(model)
         check_local(model, optimizer, method, settings)
+        refuse_counted(optimizer)
         scale_reader(grad_scaler)
         group = find_group(process_group)
         if inside_group is not None and process_group is None:
@@ -122,7 +135,8 @@ class LocalSteps(LocalRounds):
         )
         self.handle.movable(take_group)
         hook = self.optimizers[-1].register_step_post_hook(lambda *_: self.advance())
-        self._stop_counting = [hook.remove]
+        _counted.update(self.optimizers)
+        self._stop_counting = [hook.remove, lambda: _counted.difference_update(self.optimizers)]
         if grad_scaler is not None:
             self._stop_counting.append(self._count_skipped(grad_scaler))
 

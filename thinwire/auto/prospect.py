@@ -32,8 +32,8 @@ class Prospect:
 
     optimizer: Optimizer | None = None
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
-    refused: frozenset[str] = frozenset()
-    """What methods cannot take over here, of what a method says it `takes_over`."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """What methods cannot take over here, of what a method says it `takes_over`, and why."""
 
     @property
     def kind(self) -> str:
@@ -41,6 +41,9 @@ class Prospect:
         return evidence_of(self.optimizer)
 
     def take_over(self, method: Method) -> Takeover | None:
+        why = self.refused.get(method.takes_over or "")
+        if why is not None:
+            raise UsageError(f"method is {type(method).__name__} {why}")
         return take_over(method, self.optimizer, self.parameters)
 
     def candidates(self, adaptive: Adaptive, world: int) -> list[Candidate]:
@@ -68,8 +71,6 @@ class Prospect:
 
     def lets_take_over(self, name: str) -> bool:
         """Whether methods could take that over from this optimizer."""
-        if name in self.refused:
-            return False
         try:
             return self.take_over(OWNERS[name]) is not None
         except UsageError:

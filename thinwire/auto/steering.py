@@ -325,7 +325,10 @@ class Steering:
 
     def _held_back(self, content: dict[str, Any], memo: Memo | None) -> bool:
         """Whether something was held back when this content was saved, by what was decided before."""
-        if memo is not None and not {DENSE}.issuperset(memo.labels):
+        candidates = {} if self.pilot is None else self.pilot.candidates
+        # bfloat16, too, holds nothing back.
+        dense = {DENSE, *(label for label, one in candidates.items() if one.method.is_dense)}
+        if memo is not None and not dense.issuperset(memo.labels):
             return True
         since = content.get("takeover", {}).get("since")
         return since is not None and int(since) < int(content.get("step", 0))

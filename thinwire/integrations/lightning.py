@@ -75,8 +75,7 @@ class Compression(Callback):
             "grad_scaler": getattr(trainer.precision_plugin, "scaler", None),
             **self._settings,
         }
-        chooses = self.method.adaptive is not None and len(trainer.optimizers) == 1
-        if self.method.takes_over is not None or chooses:
+        if self.method.takes_over is not None or len(trainer.optimizers) == 1:
             settings.setdefault("optimizer", the_optimizer(trainer))
         self.handle = attach(model, self.method, **settings)
 
@@ -91,13 +90,16 @@ class Compression(Callback):
                 "that was never interrupted"
             )
             return
-        self.handle.load_state_dict(saved, on_world_change=self._on_world_change)
+        if saved:
+            self.handle.load_state_dict(saved, on_world_change=self._on_world_change)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Called on every rank and written by the first, which has to collect."""
         if self.handle is None or self.handle.closed:
+            # As inside Lightning's own search for a learning rate, which comes before `on_fit_start`: nothing is held back.
+            checkpoint[KEY] = []
             return
         states: list[Any] | None = [None] * self.handle.world if self.handle.rank == 0 else None
         dist.gather_object(on_cpu(self.handle.state_dict()), states, dst=0)

@@ -67,8 +67,8 @@ class CompressionCallback(TrainerCallback):
         self._settings = settings
         self._on_world_change = on_world_change
         self._trainer = weakref.ref(trainer)
-        self._model: weakref.ref[torch.nn.Module] | None = None
-        """The wrapped model that the handle belongs to."""
+        self._owners: tuple[weakref.ref[Any], ...] = ()
+        """The wrapped model and the optimizer that the handle belongs to."""
         self._resumed_from: str | None = None
         self._learn_where_to_resume(trainer)
 
@@ -89,23 +89,21 @@ class CompressionCallback(TrainerCallback):
         resumed_from, self._resumed_from = self._resumed_from, None
         if args.world_size == 1:
             return
-        model = trainer.model_wrapped
+        # Accelerate wraps the optimizers it prepares.
+        optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        owners = tuple(map(weakref.ref, (trainer.model_wrapped, optimizer)))
         handle = self.handle
-        if handle is None or handle.closed or self._model is None or self._model() is not model:
-            handle = self.handle = self._attach(trainer, model)
+        if handle is None or handle.closed or self._owners != owners:
+            handle = self.handle = self._attach(trainer, optimizer)
+            self._owners = owners
         if resumed_from is not None:
             load_rank(handle, resumed_from, on_world_change=self._on_world_change)
 
-    def _attach(self, trainer: Trainer, model: torch.nn.Module) -> Handle:
+    def _attach(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> Handle:
         if self.handle is not None:
             self.handle.close()
-        settings = {"grad_scaler": trainer.accelerator.scaler, **self._settings}
-        if self.method.takes_over is not None or self.method.adaptive is not None:
-            # Accelerate wraps the optimizers it prepares.
-            optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-            settings.setdefault("optimizer", optimizer)
-        self._model = weakref.ref(model)
-        return attach(model, self.method, **settings)
+        found = {"grad_scaler": trainer.accelerator.scaler, "optimizer": optimizer}
+        return attach(trainer.model_wrapped, self.method, **{**found, **self._settings})
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         # Whoever searches for hyper-parameters or keeps models alone does not resume.

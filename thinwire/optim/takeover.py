@@ -73,7 +73,7 @@ def warn_of_plain_adam(method: Method, optimizer: Optimizer | None) -> None:
         return
     logger.warning(
         "%s before %s learns much less than dense training does: Adam divides by the size of gradients, of which most entries "
-        "are held back; use tw.AdamScale(method=...) with optimizer=opt, or more bits per element",
+        "are held back; use more bits per element or, unless the model is sharded, tw.AdamScale(method=...) with optimizer=opt",
         type(method).__name__,
         type(optimizer).__name__,
     )
