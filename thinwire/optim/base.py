@@ -83,6 +83,14 @@ def refuse_foreign_parameters(
         )
 
 
+def refuse_cycled_momentum(optimizer: Optimizer) -> None:
+    """Refuse an optimizer of which a scheduler has noted that it will change the momentum in every step."""
+    if any("max_momentum" in group for group in optimizer.param_groups):
+        raise UsageError(
+            "a scheduler cycles the optimizer's momentum, which cannot be taken over then; make it with cycle_momentum=False"
+        )
+
+
 def common_setting(optimizer: Optimizer, keys: Sequence[str], who: str) -> tuple[Any, ...]:
     """Settings that all parameter groups must have alike."""
     found = {tuple(group[key] for key in keys) for group in optimizer.param_groups}
