@@ -205,6 +205,8 @@ def test_what_cannot_be_taken_over_is_refused():
     refused(DGC(), None, model, "optimizer=opt")
     refused(DGC(), torch.optim.Adam(model.parameters()), model, "optimizer is Adam")
     refused(DGC(), torch.optim.SGD(both, lr=0.1, momentum=0.9), model, "not the attached model's")
+    part = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
+    refused(DGC(), part, model, "does not hold bias of the attached model")
     damped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
     refused(DGC(), damped, model, "dampening")
     upwards = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
