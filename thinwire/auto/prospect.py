@@ -78,9 +78,7 @@ class Prospect:
         if name is None:
             return ""
         if momenta_of(self.optimizer) != self._momenta:
-            return (
-                "the optimizer's momentum is changed in mid-training, so that it has to stay there"
-            )
+            return "the optimizer's momentum, or its parameter groups, are changed in mid-training, so that momentum has to stay there"
         return self._object_to(name)
 
     def lets_take_over(self, name: str) -> bool:
