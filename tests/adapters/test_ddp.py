@@ -61,6 +61,20 @@ class Odd(Net):
         return (self.gaps * self.frozen).square().mean()
 
 
+class Mixed(Net):
+    """Its head computes in float64: DDP never puts parameters of two dtypes into one bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.double()
+
+    def forward(self, x: Tensor, branch: bool = True) -> Tensor:
+        x = self.norm(self.conv(x)).relu().mean(-2).flatten(1)
+        x = self.outer(self.inner(x).relu())
+        extra = self.branch(x).mean() if branch else 0.0
+        return self.head(x.double()) + extra
+
+
 def wrap(rank: int, model: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
     """A model whose random inputs differ between ranks from here on."""
     ddp = DistributedDataParallel(model or Net(), **options)
@@ -117,6 +131,8 @@ CASES = {
     "tied weights": Case(model=lambda: Net(tied=True)),
     "odd parameters": Case(model=Odd, world=3),
     "odd parameters, in view": Case(model=Odd, options={"gradient_as_bucket_view": True}),
+    "two dtypes": Case(model=Mixed),
+    "two dtypes, static_graph": Case(model=Mixed, options={"static_graph": True}),
     "bfloat16 model": Case(dtype=torch.bfloat16),
     "float16 model": Case(dtype=torch.float16, world=3),
     "float64 model": Case(dtype=torch.float64),
@@ -154,7 +170,9 @@ class Books:
 
 def case_job(rank: int, world: int, name: str) -> bytes:
     case = CASES[name]
-    model = case.model().to(case.dtype)
+    model = case.model()
+    if case.dtype != torch.float32:
+        model = model.to(case.dtype)
     if case.channels_last:
         model = model.to(memory_format=torch.channels_last)
     ddp = wrap(rank, model, bucket_cap_mb=case.bucket_mb, **case.options)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.auto.linear import LinearJob, expected
-from tests.auto.workers import Job, Model, auto
+from tests.auto.workers import Brake, Job, Model, auto
 from tests.pool import Pool
 from thinwire.errors import UsageError
 
@@ -154,6 +154,28 @@ def refused(rank: int, world: int) -> str:
         assert job.pilot.begin_step in job.handle.reducer.before_step
         return str(error)
     return ""
+
+
+def cycled(rank: int, world: int) -> tuple[bool, str, str, torch.Tensor]:
+    """A scheduler that changes momentum in every step, made after attach and on a link that asks for compression."""
+    job = Job(rank, auto(), width=256)
+    Brake(job.handle, 2e6)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(job.optimizer, max_lr=0.01, total_steps=40)
+    for _ in range(14):
+        job.step()
+        scheduler.step()
+    early = tw.attach(DistributedDataParallel(Model(64)), optimizer=job.optimizer)
+    owned = job.handle.steering.takeover is not None
+    return owned, str(job.handle.advise()), str(early.advise()), job.weights()
+
+
+def test_momentum_that_a_scheduler_cycles_stays_with_the_optimizer(
+    pools: Callable[[int], Pool],
+) -> None:
+    (owned, advice, early, first), (*_, second) = pools(2).run(cycled)
+    assert not owned and torch.equal(first, second)
+    assert "Left out: adtopk-1%, topk-1%, topk-5% (the optimizer's momentum, or its" in advice
+    assert "stays dense" in early and "pass optimizer=" not in early
 
 
 def wrapped(rank: int, world: int) -> tuple[torch.Tensor, str]:

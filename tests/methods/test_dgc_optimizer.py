@@ -205,6 +205,8 @@ def test_what_cannot_be_taken_over_is_refused():
     refused(DGC(), None, model, "optimizer=opt")
     refused(DGC(), torch.optim.Adam(model.parameters()), model, "optimizer is Adam")
     refused(DGC(), torch.optim.SGD(both, lr=0.1, momentum=0.9), model, "not the attached model's")
+    part = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
+    refused(DGC(), part, model, "does not hold bias of the attached model")
     damped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
     refused(DGC(), damped, model, "dampening")
     upwards = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
@@ -214,6 +216,9 @@ def test_what_cannot_be_taken_over_is_refused():
         {"params": [model.bias], "momentum": 0.5},
     ]
     refused(DGC(), torch.optim.SGD(groups, lr=0.1), model, "different")
+    cycled = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.OneCycleLR(cycled, max_lr=0.1, total_steps=9)
+    refused(DGC(), cycled, model, "cycle_momentum=False")
     assert take_over(tw.TopK(), None, {}) is None
     unattached = DGCSGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="attach"):
@@ -251,6 +256,13 @@ def test_cycled_momentum_is_noticed():
     _, _, optimizer, *_ = run_pair(UNMASKED, {"momentum": 0.9}, steps=1)
     optimizer.param_groups[0]["momentum"] = 0.8
     with pytest.raises(UsageError, match="must stay 0"):
+        optimizer.step()
+
+
+def test_a_parameter_group_that_comes_later_is_noticed():
+    _, _, optimizer, *_ = run_pair(UNMASKED, {"momentum": 0.9}, steps=1)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(UsageError, match="attach again with the new group"):
         optimizer.step()
 
 

@@ -130,6 +130,10 @@ class DdpHook:
         self._error: Exception | None = None
         self._complete = False
         """Whether the last bucket of this backward has come."""
+        self._parameters = int(module._get_ddp_logging_data()["num_parameter_tensors"])
+        """How many DDP reduces in every backward."""
+        self._came = 0
+        """How many of them have come in this backward."""
         module.register_comm_hook(None, self.hook)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -153,16 +157,17 @@ class DdpHook:
         if self.handle.closed:
             return plain_mean(bucket.buffer(), self.process_group)
         future = self._promise(bucket.buffer())
+        last = self._is_last(bucket)
         try:
             layout = self._layout(bucket)
         except Exception as error:
             # Raised here it would leave DDP's reducer unusable; through the future it ends backward().
             fail(future, error)
         else:
-            if self._watch is not None and bucket.is_last() and self._watch.backward_ends():
+            if self._watch is not None and last and self._watch.backward_ends():
                 self._watch = None
             self.handle.reducer.reduce(Bucket(layout, bucket.buffer()), future)
-        if bucket.is_last():
+        if last:
             self.handle.reducer.flush()
             self._complete = True
             if ends_unheard():
@@ -177,9 +182,17 @@ class DdpHook:
             self._stand_aside(joined=task == -1)
             return self.handle.reducer.driver.new_future()
         if task != self._task:
-            self._task, self._complete = task, False
+            self._task, self._complete, self._came = task, False, 0
             Variable._execution_engine.queue_callback(self._end_backward)
         return HookFuture(flat, self._keep_error)
+
+    def _is_last(self, bucket: dist.GradBucket) -> bool:
+        """Whether this is the last bucket of its backward. In the first one of a static graph DDP gives all the number 0."""
+        self._came += len(bucket.parameters())
+        if not bucket.is_last() and self._came < self._parameters:
+            return False
+        self._came = 0
+        return True
 
     def _stand_aside(self, *, joined: bool) -> None:
         """A rank that has joined does not step, so that its parameters are not those of the others for a while."""

@@ -63,7 +63,9 @@ class Pilot:
         reducer: Reducer,
         council: Council,
         switch: Switch,
+        find_objection: Callable[[], str],
     ) -> None:
+        """`find_objection` says why the optimizer's work has to stay with it, if it has to; that may change in mid-training."""
         self.adaptive = adaptive
         self.candidates = {one.label: one for one in candidates}
         self.history: list[tuple[int, str]] = []
@@ -73,6 +75,8 @@ class Pilot:
         """What it measures."""
         self._clock = self.survey.clock
         self._switch = switch
+        self._find_objection = find_objection
+        self._objection = find_objection()
         self._chooses = len(self.candidates) > 1 and council.place.world > 1
         """Whether there is anything to choose from, and a link."""
         self._begin_anew()
@@ -92,6 +96,8 @@ class Pilot:
         """Steps begun in this phase."""
         self._until = WARM_STEPS + self.adaptive.measure_steps
         self._predictor: Predictor | None = None
+        self._excluded: frozenset[str] = frozenset()
+        """Candidates that the optimizer does not let work any more."""
         self._units: tuple[Unit, ...] = ()
         self._trials = Trials()
         self._expected_s = math.nan
@@ -145,7 +151,9 @@ class Pilot:
     def _leave_slow_start(self, step: int) -> bool:
         """Measure under something quicker if the last dense step took many times one without communication."""
         labels = QUICK_STARTS.get(self._reducer.device.type, QUICK_STARTS["cpu"])
-        quick = next((label for label in labels if label in self.candidates), None)
+        self._exclude(step)
+        usable = self.candidates.keys() - self._excluded
+        quick = next((label for label in labels if label in usable), None)
         if quick is None:
             return False
         units = self._clock.last_buckets()
@@ -160,6 +168,7 @@ class Pilot:
 
     def _plan(self, step: int) -> None:
         """Measure the link and the candidates' work, predict, and let rank 0 decide what is tried."""
+        self._exclude(step)
         period = self.survey.period_s()
         profile = self.survey.take_profile(self.labels, period)
         if profile is None:
@@ -185,6 +194,19 @@ class Pilot:
         else:
             self._expected_s = period
             self._settle_for(step, tuple(said["labels"]))
+
+    def _exclude(self, step: int) -> None:
+        """Leave out what would take the optimizer's work over, if that has to stay where it is now."""
+        owners = [label for label, one in self.candidates.items() if one.method.takes_over]
+        waiting = frozenset(owners) - set(self.labels)
+        if not waiting:
+            return
+        self._objection = self._find_objection()
+        (refused,) = self._council.largest([1.0 if self._objection else 0.0])
+        excluded = waiting if refused else frozenset[str]()
+        if excluded - self._excluded:
+            self._note(step, f"{self._objection}: without {', '.join(sorted(excluded))}")
+        self._excluded = excluded
 
     def _choose(self) -> str:
         """Rank 0: what is worth a trial, if anything."""
@@ -289,12 +311,20 @@ class Pilot:
         if self.phase == TRYING:
             kept = self.decision.chosen
         advice = make_advice(self.profile, self.decision, tried=self._trials.seconds, kept=kept)
-        return replace(advice, settled=self.phase == WATCHING)
+        said = advice.sentences
+        if self._excluded:
+            said += (f"Left out: {', '.join(sorted(self._excluded))} ({self._objection}).",)
+        return replace(advice, sentences=said, settled=self.phase == WATCHING)
 
     @property
     def idle(self) -> bool:
         """Whether there is a link, and nothing but dense to choose from."""
         return len(self.candidates) < 2 and self._council.place.world > 1
+
+    @property
+    def why_dense(self) -> str:
+        """Why there is nothing but dense to choose from."""
+        return f"tw.Auto() stays dense: {self._objection}" if self._objection else ONLY_DENSE
 
     @property
     def says(self) -> str:
@@ -309,7 +339,7 @@ class Pilot:
         if self._council.place.world == 1:
             return "There is one worker: nothing is sent, do not compress."
         if len(self.candidates) < 2:
-            return ONLY_DENSE
+            return self.why_dense
         if self.phase == WATCHING:
             return (
                 self.history[-1][1]
@@ -373,5 +403,6 @@ class Pilot:
     def _use_profile(self, profile: Profile) -> None:
         self.profile, self._units = profile, profile.units
         self.survey.work = dict(profile.work)
-        self._predictor = self.survey.predictor(profile)
+        usable = [one for label, one in self.candidates.items() if label not in self._excluded]
+        self._predictor = self.survey.predictor(profile, usable)
         self.decision = self._predictor.decide()

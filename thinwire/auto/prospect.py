@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from thinwire.methods.dgc import DGC
 from thinwire.methods.topk import TopK
 from thinwire.optim.base import Takeover
 from thinwire.optim.known import evidence_of
+from thinwire.optim.momentum import TAKEN
 from thinwire.optim.takeover import take_over
 from thinwire.optim.velocity import VelocityOptimizer
 from thinwire.plan.candidates import DENSE, TAKEN_FROM, Candidate, find_candidates
@@ -34,6 +36,11 @@ class Prospect:
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     """What methods cannot take over here, of what a method says it `takes_over`, and why."""
+    _momenta: list[Any] = field(init=False)
+    """The optimizer's when it was handed over."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_momenta", momenta_of(self.optimizer))
 
     @property
     def kind(self) -> str:
@@ -66,15 +73,34 @@ class Prospect:
 
     def _takes_over(self) -> str | None:
         """What methods could take over from this optimizer."""
+        return None if self.find_objection() else TAKEN_FROM.get(self.kind)
+
+    def find_objection(self) -> str:
+        """Why methods cannot take over now what they usually do from an optimizer of this kind; nothing where they can."""
         name = TAKEN_FROM.get(self.kind)
-        return name if name is not None and self.lets_take_over(name) else None
+        if name is None:
+            return ""
+        if momenta_of(self.optimizer) != self._momenta:
+            return "the optimizer's momentum, or its parameter groups, are changed in mid-training, so that momentum has to stay there"
+        return self._object_to(name)
 
     def lets_take_over(self, name: str) -> bool:
         """Whether methods could take that over from this optimizer."""
+        return not self._object_to(name)
+
+    def _object_to(self, name: str) -> str:
         try:
-            return self.take_over(OWNERS[name]) is not None
-        except UsageError:
-            return False
+            self.take_over(OWNERS[name])
+        except UsageError as error:
+            return str(error)
+        return ""
+
+
+def momenta_of(optimizer: Optimizer | None) -> list[Any]:
+    """Of every parameter group, as its user has set it."""
+    groups = () if optimizer is None else optimizer.param_groups
+    settings = [group.get(TAKEN, group) for group in groups]
+    return [(one.get("momentum"), one.get("betas")) for one in settings]
 
 
 def named_candidate(method: Method) -> Candidate:

@@ -166,7 +166,8 @@ class Steering:
         candidates = self._prospect.candidates(adaptive, self._handle.world)
         council = self._council()
         assert council is not None
-        self.pilot = Pilot(adaptive, candidates, reducer, council, self._try_apply)
+        find_objection = self._prospect.find_objection
+        self.pilot = Pilot(adaptive, candidates, reducer, council, self._try_apply, find_objection)
 
     def _council(self) -> Council | None:
         """All ranks that have to be of one mind; None where workers are simulated."""

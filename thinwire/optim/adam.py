@@ -27,7 +27,12 @@ from thinwire.methods.adam_scale import AdamScale
 from thinwire.methods.base import Dense, Method
 from thinwire.methods.timeline import Timeline
 from thinwire.optim.adam_step import step_of, take_step
-from thinwire.optim.base import Takeover, common_setting, refuse_foreign_parameters
+from thinwire.optim.base import (
+    Takeover,
+    common_setting,
+    refuse_cycled_momentum,
+    refuse_foreign_parameters,
+)
 from thinwire.optim.loaded import LoadedState
 from thinwire.optim.settling import SettlingWatch, find_compressed, measure_moments
 from thinwire.plan.policy import Rule
@@ -70,6 +75,7 @@ class AdamTakeover(Takeover):
         assert isinstance(method, AdamScale)
         check_adam(optimizer)
         refuse_foreign_parameters(optimizer, parameters, "moments")
+        refuse_cycled_momentum(optimizer)
         betas, eps, _ = common_setting(optimizer, ALIKE, "AdamScale")
         adam = AdamSettings(float(betas[0]), float(betas[1]), float(eps), 0, NEVER)
         made = cls(optimizer, dict(parameters), method, adam)

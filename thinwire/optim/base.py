@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from thinwire.errors import UsageError
 from thinwire.methods.base import Method
 from thinwire.plan.policy import Rule
+from thinwire.plan.report import shorten
 
 if TYPE_CHECKING:
     from thinwire.handle import Handle
@@ -73,13 +74,29 @@ class Takeover(ABC):
 def refuse_foreign_parameters(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], lost: str
 ) -> None:
-    """Refuse an optimizer that also steps parameters that no handle knows; they would lose what is taken over."""
+    """Refuse an optimizer that also steps parameters that no handle knows, which would lose what is taken over, and one that does
+    not step all that the handle knows: of those, another optimizer would do a second time what the handle does."""
     known = {id(parameter) for parameter in parameters.values()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
+    stepped = {id(parameter) for parameter in held}
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in stepped]
+    if missing:
+        raise UsageError(
+            f"the optimizer does not hold {shorten(missing, 3)} of the attached model; whoever else steps them would apply their "
+            f"{lost} a second time, so give all parameters to one optimizer, or freeze those that are not trained"
+        )
     if any(id(parameter) not in known and parameter.requires_grad for parameter in held):
         raise UsageError(
             f"the optimizer also holds parameters that are not the attached model's; they would lose their {lost}, "
             "so give them an optimizer of their own"
+        )
+
+
+def refuse_cycled_momentum(optimizer: Optimizer) -> None:
+    """Refuse an optimizer of which a scheduler has noted that it will change the momentum in every step."""
+    if any("max_momentum" in group for group in optimizer.param_groups):
+        raise UsageError(
+            "a scheduler cycles the optimizer's momentum, which cannot be taken over then; make it with cycle_momentum=False"
         )
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from thinwire.errors import UsageError
 from thinwire.layout import local_part
 from thinwire.methods.base import DenseMomentum, Method
-from thinwire.optim.base import Takeover, refuse_foreign_parameters
+from thinwire.optim.base import Takeover, refuse_cycled_momentum, refuse_foreign_parameters
 from thinwire.optim.dgc_sgd import DECAY_BUFFER, decay_direction
 from thinwire.optim.loaded import LoadedState
 from thinwire.optim.velocity import VelocityOptimizer
@@ -70,6 +70,7 @@ class MomentumTakeover(Takeover):
         name = type(method).__name__
         cls.refuse_settings(optimizer, name)
         refuse_foreign_parameters(optimizer, parameters, "momentum")
+        refuse_cycled_momentum(optimizer)
         settings = [group.get(TAKEN, group) for group in optimizer.param_groups]
         found = {(float(group["momentum"]), bool(group["nesterov"])) for group in settings}
         if len(found) != 1:
@@ -160,7 +161,12 @@ class MomentumTakeover(Takeover):
     @torch.no_grad()
     def _add_decay(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
-            if TAKEN not in group or group["momentum"] != 0:
+            if TAKEN not in group:
+                raise UsageError(
+                    "a parameter group was added to the optimizer after its momentum was taken over; switch(tw.Dense()), take a "
+                    "step, close() the handle and attach again with the new group"
+                )
+            if group["momentum"] != 0:
                 raise UsageError(
                     f"momentum is {group['momentum']!r} in the optimizer; it was taken over and must stay 0 (schedulers "
                     "that cycle momentum do not work with it)"
