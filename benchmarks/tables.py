@@ -206,9 +206,10 @@ def lowrank_table() -> str:
     return "\n".join(table) + "\n"
 
 
-def adam_table() -> str:
+def adam_table(study: str) -> str:
     """Loss with AdamW and bits, a method a line."""
-    return make_adam_table(json.loads((ROOT / "benchmarks/results/adam/rows.json").read_text()))
+    rows = ROOT / "benchmarks" / "results" / study / "rows.json"
+    return make_adam_table(json.loads(rows.read_text()))
 
 
 AUTO_ROWS = ROOT / "benchmarks/results/auto/rows.json"
@@ -265,7 +266,8 @@ def partial_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "adam": adam_table,
+    "adam": functools.partial(adam_table, "adam"),
+    "adam-cpu": functools.partial(adam_table, "adam-cpu"),
     "auto": auto_table,
     "partial": partial_table,
     "lowrank": lowrank_table,

@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 NAMES = {
     "dense": "dense AdamW",
     "int8": "`Quantized(bits=8)`",
+    "int8-stochastic": "the same, rounded stochastically",
+    "int8-no-memory": "`Quantized(bits=8)`, no memory",
     "int4": "`Quantized(bits=4)`",
+    "int4-stochastic": "the same, rounded stochastically",
+    "int4-sums16": "`Quantized(bits=4)`, sums in bfloat16",
+    "int4-no-memory": "`Quantized(bits=4)`, no memory",
     "bit1": "`Quantized(bits=1)`, AdamW behind it",
     "topk1": "top-k 1 %, AdamW behind it",
     "topk1-adam": "`AdamScale`, top-k 1 %, frozen",

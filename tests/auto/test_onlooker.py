@@ -55,7 +55,7 @@ def test_a_fixed_method_is_told_what_would_be_better(pools: Callable[[int], Pool
 
 def looking_on_at_momentum(rank: int, world: int) -> set[str]:
     job = LinearJob(rank, tw.DGC(density=0.05))
-    job.handle.measure(3)
+    job.handle.measure(3, quality="balanced")
     for _ in range(7):
         job.step()
     return {row.name for row in job.handle.advise().rows}

@@ -136,17 +136,14 @@ def test_the_safe_class_is_what_the_evidence_allows() -> None:
         return {one.label for one in find_candidates(quality, kind, 8, takes_over=takes_over)}
 
     assert labels("safe", "unknown") == {"dense"}
-    assert labels("safe", "adam") == {"dense", "int8", "int4"}
-    assert labels("safe", "sgd") == {"dense"}
-    assert labels("safe", "sgd", takes_over="momentum") == {
-        "dense",
-        "adtopk-1%",
-        "topk-1%",
-        "topk-5%",
-    }
+    for kind, owned in (("adam", "Adam"), ("sgd", "momentum")):
+        assert labels("safe", kind) == {"dense", "int8", "int4"}
+        assert labels("safe", kind, takes_over=owned) == {"dense", "int8", "int4"}
     assert labels("safe", "sgd") < labels("balanced", "sgd") < labels("fastest", "sgd")
+    corrected = {"adtopk-1%", "topk-1%", "topk-5%"}
+    assert corrected < labels("balanced", "sgd", takes_over="momentum")
+    assert not corrected & labels("balanced", "sgd")
     # In Adam's scale 1 bit is 6 % behind dense in our runs and top-k 5 %; plain top-k before Adam is far behind.
     owned = labels("fastest", "adam", takes_over="Adam")
-    assert labels("safe", "adam", takes_over="Adam") == {"dense", "int8", "int4"}
     assert owned == {"dense", "bf16", "int8", "int4", "adam-int4", "adam-int1", "adam-topk-1%"}
     assert {"dgc-1%", "dgc-0.1%"} < labels("fastest", "sgd", takes_over="momentum")

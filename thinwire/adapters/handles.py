@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from thinwire.auto import Prospect
+from thinwire.auto.pilot import ONLY_DENSE
 from thinwire.auto.steering import bind
 from thinwire.engine import checkpoint
 from thinwire.engine.bucket_plan import BadDelivery
@@ -92,7 +93,7 @@ def warn_if_vain(handle: Handle) -> None:
     infos = handle.reducer.parameters.values()
     pilot = handle.steering.pilot
     if handle.rank == 0 and pilot is not None and pilot.idle:
-        logger.warning(pilot.why_dense)
+        logger.warning(ONLY_DENSE)
     if handle.rank or pilot is not None or method.is_dense:
         return
     plan = make_plan(infos, method, rules, handle.world, FAR, quiet=True).values()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -68,8 +69,9 @@ def take_over(
 
 
 def warn_of_plain_adam(method: Method, optimizer: Optimizer | None) -> None:
-    """Say once what to do where Adam would divide by the size of compressed gradients."""
-    if method.suits_adam or evidence_of(optimizer) != ADAM:
+    """Say once, on one rank, what to do where Adam would divide by the size of compressed gradients."""
+    others = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
+    if others or method.suits_adam or evidence_of(optimizer) != ADAM:
         return
     logger.warning(
         "%s before %s learns much less than dense training does: Adam divides by the size of gradients, of which most entries "
