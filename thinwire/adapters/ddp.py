@@ -130,10 +130,11 @@ class DdpHook:
         self._error: Exception | None = None
         self._complete = False
         """Whether the last bucket of this backward has come."""
-        self._parameters = int(module._get_ddp_logging_data()["num_parameter_tensors"])
-        """How many DDP reduces in every backward."""
+        tensors = int(module._get_ddp_logging_data()["num_parameter_tensors"])
+        self._unnumbered = tensors if module.static_graph else 0
+        """How many gradients come in the first backward of a static graph, in which DDP gives every bucket the number 0."""
         self._came = 0
-        """How many of them have come in this backward."""
+        """How many of them have come."""
         module.register_comm_hook(None, self.hook)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -187,11 +188,13 @@ class DdpHook:
         return HookFuture(flat, self._keep_error)
 
     def _is_last(self, bucket: dist.GradBucket) -> bool:
-        """Whether this is the last bucket of its backward. In the first one of a static graph DDP gives all the number 0."""
+        """Whether this is the last bucket of its backward."""
+        if not self._unnumbered:
+            return bucket.is_last()
         self._came += len(bucket.parameters())
-        if not bucket.is_last() and self._came < self._parameters:
+        if self._came < self._unnumbered:
             return False
-        self._came = 0
+        self._unnumbered = 0
         return True
 
     def _stand_aside(self, *, joined: bool) -> None:
