@@ -47,9 +47,11 @@ def make_job(kind: str) -> tuple[Any, torch.optim.Optimizer, tw.Handle]:
     optimizer: torch.optim.Optimizer
     if kind == "adam":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        quality = "safe"
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    handle = tw.attach(model, auto(), optimizer=optimizer)
+        quality = "balanced"
+    handle = tw.attach(model, auto(quality=quality), optimizer=optimizer)
     Brake(handle, SLOW)
     return model, optimizer, handle
 
@@ -89,9 +91,9 @@ def plan_of(handle: tw.Handle) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "allowed"),
-    [("adam", "int"), pytest.param("sgd", "dgc|topk|adtopk", marks=pytest.mark.slow)],
+    [("adam", "int"), pytest.param("sgd", "topk|adtopk|int|bf16", marks=pytest.mark.slow)],
 )
-def test_all_shards_are_sent_in_one_way_that_is_safe_for_the_optimizer(
+def test_all_shards_are_sent_in_one_way_that_its_class_allows(
     sharded, tmp_path, kind, allowed
 ):
     chosen = sharded.run(settle_job, kind, str(tmp_path))
