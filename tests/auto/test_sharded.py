@@ -93,9 +93,7 @@ def plan_of(handle: tw.Handle) -> list[str]:
     ("kind", "allowed"),
     [("adam", "int"), pytest.param("sgd", "topk|adtopk|int|bf16", marks=pytest.mark.slow)],
 )
-def test_all_shards_are_sent_in_one_way_that_its_class_allows(
-    sharded, tmp_path, kind, allowed
-):
+def test_all_shards_are_sent_in_one_way_that_its_class_allows(sharded, tmp_path, kind, allowed):
     chosen = sharded.run(settle_job, kind, str(tmp_path))
     # Units may be sent in different ways, as "3 x int4 + 1 x int8"; a fast one may stay dense.
     ways = [re.sub(r"^\d+ x ", "", part) for part in chosen[0].split(" + ")]
