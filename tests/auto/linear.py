@@ -48,6 +48,13 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([one.detach().double().flatten() for one in tensors])
 
 
+def make_learned(optimizer: torch.optim.Optimizer, steps: int = 1000) -> None:
+    """As if AdamW had taken so many steps: before that Auto leaves its work with it."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        state = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.ones_like(parameter)}
+        optimizer.state[parameter] = {"step": torch.tensor(float(steps)), **state}
+
+
 class LinearJob:
     """One rank of it; `jitter_s` makes every third step of odd ranks late."""
 
@@ -68,6 +75,8 @@ class LinearJob:
             if adam
             else torch.optim.SGD(self.ddp.parameters(), lr=LR, momentum=MOMENTUM)
         )
+        if adam:
+            make_learned(self.optimizer)
         self.handle = tw.attach(self.ddp, method, optimizer=self.optimizer)
         self.taken = 0
         self.adam = adam

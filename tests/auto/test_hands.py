@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from tests.auto.linear import LinearJob, expected
+from tests.auto.linear import LinearJob, expected, make_learned
 from tests.auto.workers import Brake, Job, Model, auto
 from tests.pool import Pool
 from thinwire.errors import UsageError
@@ -173,6 +173,23 @@ def test_momentum_that_a_scheduler_cycles_stays_with_the_optimizer(
     (owned, advice, first), (*_, second) = pools(2).run(cycled)
     assert not owned and torch.equal(first, second)
     assert "Left out: adtopk-1%, topk-1%, topk-5% (the optimizer's momentum, or its" in advice
+
+
+def learning(rank: int, world: int) -> tuple[str, list[str]]:
+    """Auto is not told by its script what to choose, but has one thing that it wants to."""
+    job = LinearJob(rank, auto(quality="fastest", window=4), adam=True)
+    make_learned(job.optimizer, 990)
+    for _ in range(24):
+        job.step()
+    return str(job.handle.advise()), [what for _, what in job.pilot.history]
+
+
+def test_adams_work_is_taken_over_when_it_has_learned(pools: Callable[[int], Pool]) -> None:
+    for advice, told in pools(2).run(learning):
+        early = "996 of 1000 steps have been taken in which Adam learns what to divide by: without adam-int1, adam-int4, adam-topk-1%"
+        assert told[0] == early, told
+        assert "the optimizer's work can be taken over from now on: plans anew" in told
+        assert "Left out" not in advice
 
 
 def wrapped(rank: int, world: int) -> tuple[torch.Tensor, str]:

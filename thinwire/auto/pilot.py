@@ -264,9 +264,15 @@ class Pilot:
         window = self.adaptive.window
         if self._turn == 0 or self._turn % window:
             return
-        (seconds,) = self._council.largest([median(self._clock.periods() or [math.nan])])
+        refused = 1.0 if self._excluded and self._find_objection() else 0.0
+        period = median(self._clock.periods() or [math.nan])
+        seconds, refused = self._council.largest([period, refused])
         if math.isnan(self._expected_s):
             self._expected_s = seconds
+        if self._excluded and not refused:
+            self._note(step, "the optimizer's work can be taken over from now on: plans anew")
+            self._plan(step)
+            return
         surprised = abs(seconds / self._expected_s - 1) > SURPRISE
         self._surprises = self._surprises + 1 if surprised else 0
         if self._surprises >= SURPRISES:

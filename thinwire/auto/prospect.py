@@ -10,17 +10,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.errors import UsageError
-from thinwire.methods.adam_scale import AdamScale
+from thinwire.methods.adam_scale import AdamScale, Settled
 from thinwire.methods.base import ADAM_TAKEOVER, MOMENTUM_TAKEOVER, Adaptive, Dense, Method
 from thinwire.methods.dgc import DGC
 from thinwire.methods.topk import TopK
+from thinwire.optim.adam import count_steps
 from thinwire.optim.base import Takeover
 from thinwire.optim.known import evidence_of
 from thinwire.optim.momentum import TAKEN
 from thinwire.optim.takeover import take_over
 from thinwire.optim.velocity import VelocityOptimizer
-from thinwire.plan.candidates import DENSE, TAKEN_FROM, Candidate, find_candidates
+from thinwire.plan.candidates import ADAM, DENSE, TAKEN_FROM, Candidate, find_candidates
 
+LEARNED_STEPS = Settled().at_most
+"""After so many steps every dense start is over."""
 OWNERS: dict[str, Method] = {
     MOMENTUM_TAKEOVER: DGC(dense_fallback=False),
     ADAM_TAKEOVER: AdamScale(method=TopK(dense_fallback=False), start=1),
@@ -73,10 +76,22 @@ class Prospect:
 
     def _takes_over(self) -> str | None:
         """What methods could take over from this optimizer."""
-        return None if self.find_objection() else TAKEN_FROM.get(self.kind)
+        return None if self._forbids() else TAKEN_FROM.get(self.kind)
 
     def find_objection(self) -> str:
         """Why methods cannot take over now what they usually do from an optimizer of this kind; nothing where they can."""
+        return self._forbids() or self._has_to_wait()
+
+    def _has_to_wait(self) -> str:
+        """The divisor that is taken over stays; after a few steps it knows the first gradients only, which are the largest."""
+        if self.optimizer is None or self.kind != ADAM:
+            return ""
+        steps = count_steps(self.optimizer)
+        if steps >= LEARNED_STEPS:
+            return ""
+        return f"{steps} of {LEARNED_STEPS} steps have been taken in which Adam learns what to divide by"
+
+    def _forbids(self) -> str:
         name = TAKEN_FROM.get(self.kind)
         if name is None:
             return ""

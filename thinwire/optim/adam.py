@@ -221,9 +221,8 @@ class AdamTakeover(Takeover):
         return measure_moments(states, self.adam.beta2, handle.reducer.device)
 
     def count_learned(self) -> int:
-        """Steps that the optimizer has taken. The host waits for an optimizer whose counters are on a device."""
-        counts = [int(s["step"]) for s in self.optimizer.state.values() if "exp_avg_sq" in s]
-        return max(counts, default=0)
+        """Steps that the optimizer has taken."""
+        return count_steps(self.optimizer)
 
     def _turn(self) -> None:
         """Compress from the next exchange on."""
@@ -411,6 +410,12 @@ class AdamTakeover(Takeover):
                     f"{(self.adam.beta1, self.adam.beta2)!r} was taken over; load it before attach, or make the optimizer "
                     "with that"
                 )
+
+
+def count_steps(optimizer: Optimizer) -> int:
+    """Steps that an optimizer of Adam's kind has taken. The host waits for one whose counters are on a device."""
+    counts = [int(s["step"]) for s in optimizer.state.values() if "exp_avg_sq" in s]
+    return max(counts, default=0)
 
 
 def check_adam(optimizer: Optimizer) -> None:

@@ -91,7 +91,7 @@ def corrected(method: Callable[..., Method], density: float) -> Callable[[], Met
 
 
 def in_adams_scale(method: Method, **settings: Any) -> Callable[[], Method]:
-    """A method that takes Adam's step over as soon as Adam has taken one; Auto's own dense steps come before."""
+    """A method that takes Adam's step over at once: Auto waits until Adam has learned what to divide by."""
     return lambda: AdamScale(method=method, start=1, **settings)
 
 
