@@ -122,8 +122,8 @@ _TABLE: list[Entry] = [
     Entry("dgc-1%", lambda: DGC(density=0.01), {SGD: "fastest"}, density=0.01),
     # docs/learning.md: 0.75 points behind after 30 epochs, without masking.
     Entry("dgc-0.1%", corrected(DGC, 0.001), {SGD: "fastest"}, density=0.001),
-    # docs/learning.md, "With Adam", one seed: 1 bit with sums in 4 is level, with sums in 1 bit 4 % behind dense, which is 2.8 bits
-    # per element against 1.3; top-k 1 % is 5 % behind; 4 bits in Adam's scale were not compared.
+    # docs/learning.md, "With Adam", small models: after a long dense start 1 bit with sums in 4 is level, with sums in 1 bit up to 4 %
+    # behind dense, which is 2.8 bits per element against 1.3; top-k 1 % is 1 to 5 % behind; 4 bits in Adam's scale were not compared.
     Entry("adam-int4", in_adams_scale(Quantized(bits=4)), {ADAM: "fastest"}, rounding=0.012),
     Entry(
         "adam-int1",
