@@ -264,9 +264,10 @@ class Pilot:
         window = self.adaptive.window
         if self._turn == 0 or self._turn % window:
             return
-        refused = 1.0 if self._excluded and self._find_objection() else 0.0
+        if self._excluded:
+            self._objection = self._find_objection()
         period = median(self._clock.periods() or [math.nan])
-        seconds, refused = self._council.largest([period, refused])
+        seconds, refused = self._council.largest([period, 1.0 if self._objection else 0.0])
         if math.isnan(self._expected_s):
             self._expected_s = seconds
         if self._excluded and not refused:
