@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from tests.contracts.adapters import ADAPTERS, make
 from tests.contracts.cluster import Cluster
+from tests.logs import catch_warnings_of
 from tests.models import batches, fingerprint, make_cnn, train
 from thinwire.auto.steering import FORGOTTEN
 
@@ -310,16 +308,6 @@ def distributed_adam_job(rank: int, world: int, folder: str) -> None:
         dcp.load({"thinwire": handle}, checkpoint_id=folder)
     assert said == [FORGOTTEN]
     handle.close()
-
-
-@contextlib.contextmanager
-def catch_warnings_of(name: str) -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    yield said
-    logging.getLogger(name).removeHandler(handler)
 
 
 def test_a_distributed_checkpoint_in_adams_scale(pools, tmp_path):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -50,14 +47,3 @@ def are_identical(values: torch.Tensor) -> bool:
     everyone = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, values)
     return all(torch.equal(everyone[0], one) for one in everyone)
-
-
-@contextlib.contextmanager
-def catch_warnings_of(name: str) -> Iterator[list[str]]:
-    """What the logger of this name says."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    yield said
-    logging.getLogger(name).removeHandler(handler)

@@ -16,10 +16,10 @@ from tests.integrations.common import (
     METHOD,
     are_identical,
     as_launched,
-    catch_warnings_of,
     flat,
     make_model,
 )
+from tests.logs import catch_warnings_of
 
 pytest.importorskip("lightning")
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.integrations.common import are_identical, as_launched, catch_warnings_of, flat
+from tests.integrations.common import are_identical, as_launched, flat
+from tests.logs import catch_warnings_of
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
