@@ -176,7 +176,7 @@ def test_momentum_that_a_scheduler_cycles_stays_with_the_optimizer(
 
 
 def learning(rank: int, world: int) -> tuple[str, list[str]]:
-    """Auto is not told by its script what to choose, but has one thing that it wants to."""
+    """Auto from AdamW's 990th step on, which it watches in windows of four."""
     job = LinearJob(rank, auto(quality="fastest", window=4), adam=True)
     make_learned(job.optimizer, 990)
     for _ in range(24):

@@ -12,13 +12,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from tests.integrations.common import (
-    METHOD,
-    are_identical,
-    as_launched,
-    flat,
-    make_model,
-)
+from tests.integrations.common import METHOD, are_identical, as_launched, flat, make_model
 from tests.logs import catch_warnings_of
 
 pytest.importorskip("lightning")

@@ -53,9 +53,8 @@ def attach(
         skipped: What a skipped step leaves: with "forget" nothing. With "keep" what it sent is held back again, with the
             finite part of its gradient, and no extra bytes are needed.
         checksum: Check every message, and refuse a damaged one on all ranks in the same step: `backward()` raises a
-            `DamageError`, and training can go on.
-            Every collective is followed by a small one, for which the host waits on CUDA too. Not
-            for sharded models.
+            `DamageError`, and training can go on. Every collective is followed by a small one, for which the host waits on
+            CUDA too. Not for sharded models.
         watch: Compare the replicas every so many steps, by a fingerprint of the parameters and of the last update. None for
             never; not for sharded models.
         on_difference: What is done about replicas that differ: "raise", or "repair" to copy parameters and the optimizer's state

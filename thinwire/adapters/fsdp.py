@@ -96,6 +96,7 @@ def attach_fsdp(
 
 
 def refuse_settings(model: nn.Module, watch: int | None, on_difference: str) -> None:
+    """Refuse what needs no look at the parameters."""
     if getattr(model, HOOK, None) is not None:
         raise UsageError(
             "attach was called twice on this model; use handle.switch(...) to change the method or handle.close() first"

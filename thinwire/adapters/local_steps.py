@@ -164,8 +164,7 @@ class LocalSteps(LocalRounds):
 
         Every rank calls it after its last inner step, or before an evaluation; training may go on. Workers may have taken
         different numbers of steps: the first to call it takes part in the rounds of the others until they call it too.
-        What was not
-        exchanged yet is averaged, without the outer optimizer.
+        What was not exchanged yet is averaged, without the outer optimizer.
         """
         forget_gathered(self._module)
         for _ in self.last_rounds():

@@ -73,8 +73,8 @@ class DistributedOptimizer(WrappedOptimizer):
         skipped: What a skipped step leaves: with "forget" nothing. With "keep" what it sent is held back again, with the
             finite part of its gradient, and no extra bytes are needed.
         checksum: Check every message, and refuse a damaged one on all ranks in the same step: `backward()` raises a
-            `DamageError`, and training can go on.
-            Every collective is followed by a small one, for which the host waits on CUDA too.
+            `DamageError`, and training can go on. Every collective is followed by a small one, for which the host waits on
+            CUDA too.
         watch: Compare the replicas every so many steps, by a fingerprint of the parameters and of the last update. None for
             never.
         on_difference: What is done about replicas that differ: "raise", or "repair" to copy parameters and the optimizer's state

@@ -97,7 +97,7 @@ class Pilot:
         self._until = WARM_STEPS + self.adaptive.measure_steps
         self._predictor: Predictor | None = None
         self._excluded: frozenset[str] = frozenset()
-        """Candidates that the optimizer does not let work any more."""
+        """Candidates that would take over what has to stay with the optimizer for now."""
         self._units: tuple[Unit, ...] = ()
         self._trials = Trials()
         self._expected_s = math.nan

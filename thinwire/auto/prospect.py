@@ -92,6 +92,7 @@ class Prospect:
         return f"{steps} of {LEARNED_STEPS} steps have been taken in which Adam learns what to divide by"
 
     def _forbids(self) -> str:
+        """Why it cannot be taken over, now or later."""
         name = TAKEN_FROM.get(self.kind)
         if name is None:
             return ""
@@ -112,7 +113,7 @@ class Prospect:
 
 
 def momenta_of(optimizer: Optimizer | None) -> list[Any]:
-    """Of every parameter group, as its user has set it."""
+    """Momentum of every parameter group, as the user has set it."""
     groups = () if optimizer is None else optimizer.param_groups
     settings = [group.get(TAKEN, group) for group in groups]
     return [(one.get("momentum"), one.get("betas")) for one in settings]
