@@ -118,6 +118,8 @@ class Fleet:
             running = RunningExchange(program)
             running.go_on(None)
             self._running[rank].append(running)
+        # Without it the next lap would begin with taking all of this back.
+        self.reducers[rank].end_backward()
 
     def _answer(self, index: int) -> list[list[Any]]:
         """Per worker, the replies to what one bucket's programs ask for."""

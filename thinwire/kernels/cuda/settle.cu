@@ -3,6 +3,12 @@
 #include "momentum.cuh"
 #include "overflow.cuh"
 
+// Whether c may have overflowed where it was not sent. Then all that was sent had, being the largest of the row, and went out as the
+// largest number of the code. In a scale the largest may be others.
+static __device__ __forceinline__ bool may_have_overflowed(const u8* payload, const Row& row) {
+    return SCALED || row.keep == 0 || fabsf(from_wire(reinterpret_cast<const Value*>(payload + row.values)[0])) >= LARGEST;
+}
+
 // Return entries of one payload to memory: those of used slots (some rank had a gradient) if the step turned bad, those of the
 // other slots if there are any. `warp` is one of `warps` that share the rows.
 static __device__ __forceinline__ void return_entries(
@@ -10,7 +16,7 @@ static __device__ __forceinline__ void return_entries(
     const Momentum& correction) {
     for (int number = warp; number < count; number += warps) {
         const Row row = rows[number];
-        if (bad) {
+        if (bad && may_have_overflowed(payload, row)) {
             drop_overflow(memory, row, threadIdx.x & 31, 32);
             __syncwarp();
         }
