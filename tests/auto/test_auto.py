@@ -50,6 +50,30 @@ def test_on_a_slow_link_all_ranks_switch_in_the_same_step(pools: Callable[[int],
     assert first["momentum"] == 0.0
 
 
+def entangled(rank: int, world: int) -> dict[str, Any]:
+    """The backward pass stands still while something travels, so that dense steps look as if they took as long without."""
+    job = Job(rank, auto(quality="balanced"), width=256, bucket_mb=0.2, entry=16)
+    brake = Brake(job.handle, 2e7)
+    for layer in job.model.layers:
+        layer.register_full_backward_hook(lambda *_: brake.wait())
+    job.run(60)
+    pilot = job.handle.steering.pilot
+    assert pilot is not None and pilot.profile is not None
+    told = [what for _, what in pilot.history]
+    return {"labels": pilot.labels, "told": told, "phase": pilot.phase}
+
+
+def test_where_computing_slows_down_beside_the_exchange_dense_is_not_taken_for_free(
+    pools: Callable[[int], Pool],
+) -> None:
+    results = pools(2).run(entangled, timeout=180)
+    for one in results:
+        assert one["phase"] == "watching", one["told"]
+        assert "dense" not in one["labels"], one["told"]
+        assert any("measures again" in what for what in one["told"]), one["told"]
+        assert one["labels"] == results[0]["labels"]
+
+
 def unhindered(rank: int, world: int, width: int) -> tuple[Any, str]:
     job = Job(rank, None, width=width)
     job.handle.switch(auto())

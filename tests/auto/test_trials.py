@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,19 @@ def test_dense_is_tried_where_something_else_is_predicted_to_be_much_faster(
     proposal = propose(decision, None, decision.dense.prediction.silent_s, 3)
     assert list(proposal.finalists[:1]) == ([("dense",) * 6] if tried else [])
     assert len(proposal.finalists) == (3 if tried else 0)
+
+
+def test_dense_is_tried_where_the_link_is_busy_for_much_of_a_step() -> None:
+    """As if the backward pass took as long without the exchange: that may be because of it."""
+    units = describe(world=2).units
+    late = tuple(replace(unit, ready_s=10 * unit.ready_s) for unit in units)
+    decision = decide(replace(describe(world=2), units=late), 1.7, world=2)
+    prediction = decision.dense.prediction
+    assert decision.chosen.name == "dense"
+    assert prediction.link_s > 0.4 * prediction.step_s
+    for now in (None, decision.dense):
+        proposal = propose(decision, now, prediction.silent_s, 3)
+        assert proposal.finalists[0] == ("dense",) * 6 and len(proposal.finalists) == 3
 
 
 def test_plans_that_are_near_each_other_are_tried_twice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +18,11 @@ from thinwire.exchange.requests import Collective
 class Model(nn.Module):
     """Four wide layers: a quarter of a million parameters each."""
 
-    def __init__(self, width: int = 512, layers: int = 4) -> None:
+    def __init__(self, width: int = 512, layers: int = 4, entry: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+        first = nn.Linear(width if entry is None else entry, width)
+        self.layers = nn.Sequential(first, *(nn.Linear(width, width) for _ in range(layers - 1)))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -38,12 +40,19 @@ class Brake:
         self._world = network.place.world
         self._perform = network.perform
         network.perform = self.perform  # type: ignore[method-assign]
+        self._travelling = threading.Lock()
 
     def perform(self, batch: Sequence[Any], what: str = "") -> list[Any]:
         sent = sum(one.sent_bytes(self._world) for one in batch if isinstance(one, Collective))
-        replies = self._perform(tuple(batch), what)
-        time.sleep(sent / self.bytes_per_s)
+        with self._travelling:
+            replies = self._perform(tuple(batch), what)
+            time.sleep(sent / self.bytes_per_s)
         return replies
+
+    def wait(self) -> None:
+        """Until nothing travels."""
+        with self._travelling:
+            pass
 
 
 class Job:
@@ -57,8 +66,10 @@ class Job:
         width: int = 512,
         momentum: float = 0.9,
         bucket_mb: float = 1.0,
+        entry: int | None = None,
     ) -> None:
-        self.model = Model(width)
+        """`entry` is the width of what goes in, if it is another one."""
+        self.model = Model(width, entry=entry)
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=bucket_mb)
         self.optimizer = torch.optim.SGD(
             self.ddp.parameters(), lr=0.01, momentum=momentum, weight_decay=1e-3
@@ -66,11 +77,11 @@ class Job:
         settings = {} if method is None else {"method": method}
         self.handle = tw.attach(self.ddp, optimizer=self.optimizer, **settings)
         self._generator = torch.Generator().manual_seed(rank)
-        self._width = width
+        self._entry = width if entry is None else entry
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        x = torch.randn(16, self._width, generator=self._generator)
+        x = torch.randn(16, self._entry, generator=self._generator)
         self.ddp(x).square().mean().backward()
         self.optimizer.step()
 

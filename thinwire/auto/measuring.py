@@ -36,6 +36,8 @@ SLOW_S = 0.3
 """A link on which the last test took longer is not tested with more bytes."""
 WORK_NUMELS = {"cpu": (1 << 14, 1 << 18), "cuda": (1 << 18, 1 << 22)}
 """Elements of the buckets on which encoding and decoding are timed, by the kind of device."""
+WORK_TIMES = {"cpu": 2, "cuda": 6}
+"""How often, by the kind of device. On CUDA the first two times compile kernels, those of the verdict with the second."""
 NOISE = 1.1
 """Decoding what twice as many workers sent counts as longer from this ratio on."""
 LARGE_SHARE = 0.1
@@ -95,6 +97,7 @@ def measure_work(
     as they work at once, and the times have in them what that costs.
     """
     small, large = WORK_NUMELS.get(device.type, WORK_NUMELS["cpu"])
+    times_each = WORK_TIMES.get(device.type, WORK_TIMES["cpu"])
     world = council.place.world
     buckets = ((small, world), (large, world), (large, 2 * world))
     sharing = find_sharing(council, device)
@@ -103,7 +106,7 @@ def measure_work(
         if turn == sharing.turn:
             for candidate, (numel, among) in itertools.product(candidates, buckets):
                 infos = [_square(numel, dtype)]
-                done = rehearse(infos, candidate.method, among, device=device, times=2)
+                done = rehearse(infos, candidate.method, among, device=device, times=times_each)
                 times += [done.encode_s, done.decode_s]
         council.wait()
     slowest = iter(council.largest(times))

@@ -40,6 +40,8 @@ SURPRISE = 0.15
 """A step time that differs by more from what was expected"""
 SURPRISES = 3
 """in so many windows on end makes it plan anew."""
+BELIEVED = 0.95
+"""A step that takes less than this share of what one without communication was thought to take shows that it was not."""
 PROFILE_VARIABLE = "THINWIRE_PROFILE"
 """Names a file that rank 0 writes its profile to when it has been measured."""
 
@@ -244,9 +246,17 @@ class Pilot:
             assert self.profile is not None
             winner = partial(self._trials.winner, self.profile.conditions.silent_s)
             wanted = tuple(json.loads(self._council.decide(lambda: json.dumps(winner()))))
-            self._enter(WATCHING)
             self._expected_s = self._trials.seconds[wanted]
             self._note(step, f"{describe(wanted)} is kept")
+            if self._expected_s < BELIEVED * self.profile.conditions.silent_s:
+                self._note(
+                    step,
+                    "it takes less than a step without communication was thought to take: measures again",
+                )
+                self._until = WARM_STEPS + self.adaptive.measure_steps
+                self._enter(MEASURING)
+            else:
+                self._enter(WATCHING)
         if wanted == self.labels or self._use(wanted, step):
             self.survey.restart()
 

@@ -142,7 +142,7 @@ def rehearse(
         # Whoever divides by a second moment has one.
         ones = torch.ones(info.shape, device=device)
         reducer.assignments.write_memory(info.name, SECOND_MOMENT, ones)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu" if device == META else device).manual_seed(0)
     encode, decode = [], []
     for _ in range(times):
         flat = _gradient(layout.numel, dtype, device, generator)
@@ -164,7 +164,7 @@ def _gradient(
 ) -> Tensor:
     if device == META:
         return torch.empty(numel, dtype=dtype, device=device)
-    return torch.randn(numel, dtype=torch.float32, generator=generator).to(device, dtype)
+    return torch.randn(numel, device=device, generator=generator).to(dtype)
 
 
 class Traffic:

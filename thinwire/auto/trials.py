@@ -11,6 +11,9 @@ from thinwire.plan.decision import KEPT_WITHIN, NEAR_FASTEST, NEAR_SILENT, Decis
 WORTH_SWITCHING = 0.05
 TOO_NEAR = 1.10
 """A few steps do not tell apart what differs by less."""
+SPARED_LINK = 0.25
+"""Of a step. Where another plan would spare the link that much, none is kept without a trial: computing may slow down beside the
+exchange, which looks as if it took as long without."""
 
 Labels = tuple[str, ...]
 """A candidate for every unit."""
@@ -65,6 +68,12 @@ class Proposal:
     labels: Labels = ()
 
 
+def is_in_doubt(plan: Plan, others: Sequence[Plan]) -> bool:
+    """Whether one of the others gives the link so much less to do that the prediction alone does not decide."""
+    least = min(other.prediction.link_s for other in others)
+    return plan.prediction.link_s - least > SPARED_LINK * plan.prediction.step_s
+
+
 def propose(decision: Decision, now: Plan | None, silent_s: float, count: int) -> Proposal:
     """At most `count` plans that are worth a trial, where `now` is the one in force; None before the first decision."""
     chosen, dense = decision.chosen, decision.dense
@@ -76,11 +85,11 @@ def propose(decision: Decision, now: Plan | None, silent_s: float, count: int) -
         gain = 1 - chosen.prediction.step_s / now.prediction.step_s
         less = chosen.kept > now.kept and gain > -WORTH_SWITCHING / 2
         better = chosen.labels != now.labels and (gain >= WORTH_SWITCHING or less)
-        if near and not better:
+        if near and not better and not is_in_doubt(now, decision.uniform):
             return Proposal(f"stays with {now.name}", labels=now.labels)
         known = {plan.labels: plan for plan in (chosen, now, *finalists)}
         finalists = list(known.values())[:count]
-    elif near and set(chosen.labels) == {DENSE}:
+    elif near and set(chosen.labels) == {DENSE} and not is_in_doubt(dense, decision.uniform):
         why = (
             f"dense is predicted {1e3 * dense.prediction.exposed_s:.1f} ms slower than no communication "
             f"({1e3 * silent_s:.1f} ms), and nothing is faster in a way that counts: not compressed"
