@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.plan.test_decision import decide, describe
+from tests.plan.test_decision import NOTHING, decide, describe
 from thinwire.auto.trials import Trials, propose
+from thinwire.plan.prices import Line
+from thinwire.plan.profile import WorkCost
+
+SLOW = WorkCost(Line(0.5, 0.0), Line(0.5, 0.0), 0.0)
 
 
 def test_what_was_timed_without_being_a_plan_does_not_win() -> None:
@@ -67,6 +71,11 @@ def test_dense_is_tried_where_the_link_is_busy_for_much_of_a_step() -> None:
     for now in (None, decision.dense):
         proposal = propose(decision, now, prediction.silent_s, 3)
         assert proposal.finalists[0] == ("dense",) * 6 and len(proposal.finalists) == 3
+    # Encoding seems to take longer than what it saves: one that spares the link is tried all the same.
+    work = {label: NOTHING if label == "dense" else SLOW for label in describe().work}
+    slow = replace(describe(world=2), units=late, work=work)
+    finalists = propose(decide(slow, 1.7, world=2), None, prediction.silent_s, 3).finalists
+    assert finalists[0] == ("dense",) * 6 and len(finalists) > 1
 
 
 def test_plans_that_are_near_each_other_are_tried_twice() -> None:

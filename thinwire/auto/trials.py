@@ -68,10 +68,11 @@ class Proposal:
     labels: Labels = ()
 
 
-def is_in_doubt(plan: Plan, others: Sequence[Plan]) -> bool:
-    """Whether one of the others gives the link so much less to do that the prediction alone does not decide."""
-    least = min(other.prediction.link_s for other in others)
-    return plan.prediction.link_s - least > SPARED_LINK * plan.prediction.step_s
+def find_sparing(plan: Plan, others: Sequence[Plan]) -> Plan | None:
+    """Of those that would spare the link so much that prediction alone does not decide, the one predicted to be the fastest."""
+    limit = plan.prediction.link_s - SPARED_LINK * plan.prediction.step_s
+    sparing = [other for other in others if other.prediction.link_s < limit]
+    return min(sparing, key=lambda other: other.prediction.step_s, default=None)
 
 
 def propose(decision: Decision, now: Plan | None, silent_s: float, count: int) -> Proposal:
@@ -80,19 +81,22 @@ def propose(decision: Decision, now: Plan | None, silent_s: float, count: int) -
     near = chosen.prediction.step_s <= KEPT_WITHIN * decision.fastest.prediction.step_s
     finalists = decision.finalists(count)
     why = f"{chosen.name} is predicted to take {1e3 * chosen.prediction.step_s:.1f} ms"
+    stays_dense = now is None and set(chosen.labels) == {DENSE}
+    kept = dense if stays_dense else now
+    sparing = None if kept is None else find_sparing(kept, decision.uniform)
     if now is not None:
         # A plan is in force: it has to be worth while to leave it.
         gain = 1 - chosen.prediction.step_s / now.prediction.step_s
         less = chosen.kept > now.kept and gain > -WORTH_SWITCHING / 2
         better = chosen.labels != now.labels and (gain >= WORTH_SWITCHING or less)
-        if near and not better and not is_in_doubt(now, decision.uniform):
+        if near and not better and sparing is None:
             return Proposal(f"stays with {now.name}", labels=now.labels)
-        known = {plan.labels: plan for plan in (chosen, now, *finalists)}
-        finalists = list(known.values())[:count]
-    elif near and set(chosen.labels) == {DENSE} and not is_in_doubt(dense, decision.uniform):
+    elif near and stays_dense and sparing is None:
         why = (
             f"dense is predicted {1e3 * dense.prediction.exposed_s:.1f} ms slower than no communication "
             f"({1e3 * silent_s:.1f} ms), and nothing is faster in a way that counts: not compressed"
         )
         return Proposal(why, labels=dense.labels)
-    return Proposal(why, [plan.labels for plan in finalists])
+    worth_it = (chosen, now, sparing, *finalists)
+    labels = dict.fromkeys(plan.labels for plan in worth_it if plan is not None)
+    return Proposal(why, list(labels)[:count])
