@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -148,6 +149,10 @@ def compare_auto(job: Job, quality: str, steps: int) -> dict[str, Any]:
     settling_s = time.monotonic() - job.began
     advice = job.handle.advise()
     predicted = {row.name: row.step_ms for row in advice.rows}
+    # What the model takes a step without communication for; the same in all rows.
+    thought_ms = next((row.step_ms - row.exposed_ms for row in advice.rows), math.nan)
+    pilot = job.handle.steering.pilot
+    history = [] if pilot is None else [f"step {step}: {what}" for step, what in pilot.history]
     chosen = advice.chosen.name if advice.chosen is not None else "dense"
     auto_ms = job.time_steps(steps, predicted.get(chosen, 1.0))
     prospect = Prospect(job.optimizer, dict(job.ddp.module.named_parameters()))
@@ -173,6 +178,8 @@ def compare_auto(job: Job, quality: str, steps: int) -> dict[str, Any]:
         "settling_steps": taken,
         "settling_s": settling_s,
         "no_sync_ms": silent_ms,
+        "thought_silent_ms": thought_ms,
+        "history": history,
         "fixed_ms": fixed,
         "skipped_ms": skipped,
         "predicted_ms": predicted,

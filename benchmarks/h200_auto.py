@@ -152,7 +152,8 @@ def summarise(row: Row) -> str:
         )
     return (
         f": auto {row['auto_ms']:.1f} ms with {row['chosen']}, best fixed {row['best']} {row['best_ms']:.1f} ms, "
-        f"regret {row['regret']:+.1%}, link {row['link_gbit']:.2g} Gbit/s"
+        f"regret {row['regret']:+.1%}, link {row['link_gbit']:.2g} Gbit/s, no communication {row['no_sync_ms']:.1f} ms, "
+        f"thought to be {row['thought_silent_ms']:.1f}\n" + "\n".join(row["history"])
     )
 
 
