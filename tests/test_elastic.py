@@ -75,6 +75,7 @@ def test_another_number_of_workers_goes_on_with_the_mean_or_nothing(pools, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_twenty_of_twenty_restarts_succeed(pools, tmp_path):
     (calm, _), _ = pools(2).run(calm_job, str(tmp_path / "calm"), 12)
     for number in range(20):

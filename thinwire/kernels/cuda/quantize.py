@@ -300,7 +300,8 @@ class QuantizedKernels:
 
     def raise_non_finite(self, sent: SentCodes, flag: Tensor) -> None:
         """Tell every owner of something that is not finite if a flag (bool []) is up."""
-        sent.offer[:, len(self.group.slots)].bitwise_or_(flag)
+        # It may be one of these words.
+        sent.offer[:, len(self.group.slots)].bitwise_or_(flag.clone())
 
     def open_momentum(self, before: Tensor, u: Tensor, ratio: Tensor | None) -> list[Tensor]:
         """`momentum` for one step: u before it, u, and what it has to be multiplied with first."""
