@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 
 import pytest
@@ -175,11 +175,13 @@ def test_momentum_that_a_scheduler_cycles_stays_with_the_optimizer(
     assert "Left out: adtopk-1%, topk-1%, topk-5% (the optimizer's momentum, or its" in advice
 
 
-def learning(rank: int, world: int) -> tuple[str, list[str]]:
-    """Auto from AdamW's 990th step on, which it watches in windows of four."""
+def learning(
+    rank: int, world: int, learned: Sequence[int] = (990, 990), steps: int = 24
+) -> tuple[str, list[str]]:
+    """Auto after so many steps of every rank's AdamW, which it watches in windows of four."""
     job = LinearJob(rank, auto(quality="fastest", window=4), adam=True)
-    make_learned(job.optimizer, 990)
-    for _ in range(24):
+    make_learned(job.optimizer, learned[rank])
+    for _ in range(steps):
         job.step()
     return str(job.handle.advise()), [what for _, what in job.pilot.history]
 
@@ -190,6 +192,12 @@ def test_adams_work_is_taken_over_when_it_has_learned(pools: Callable[[int], Poo
         assert told[0] == early, told
         assert "the optimizer's work can be taken over from now on: plans anew" in told
         assert "Left out" not in advice
+
+
+def test_what_another_ranks_optimizer_keeps_is_said(pools: Callable[[int], Pool]) -> None:
+    (_, first), (_, second) = pools(2).run(learning, (2000, 100), 12)
+    assert first[0].startswith("another worker's optimizer has to keep its work: without adam-int1")
+    assert second[0].startswith("106 of 1000 steps have been taken")
 
 
 def wrapped(rank: int, world: int) -> tuple[torch.Tensor, str]:

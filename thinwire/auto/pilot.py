@@ -49,6 +49,7 @@ ONLY_DENSE = (
     "tw.Auto() stays dense, as nothing else is known to be safe without optimizer=, or with one that is neither SGD with momentum nor "
     "of Adam's kind: pass optimizer=, or quality='balanced'."
 )
+OBJECTED_ELSEWHERE = "another worker's optimizer has to keep its work"
 MEASURING, TRYING, WATCHING = "measuring", "trying", "watching"
 
 Switch = Callable[[Method, Sequence[Rule]], bool]
@@ -104,6 +105,8 @@ class Pilot:
         self._trials = Trials()
         self._expected_s = math.nan
         self._surprises = 0
+        self._measured_again = False
+        """Whether the step without communication has turned out to be another one since it last watched. Once: steps vary, too."""
         self._wanted: tuple[str, ...] | None = None
         """Labels that a switch under way will bring."""
 
@@ -135,6 +138,8 @@ class Pilot:
 
     def _enter(self, phase: str) -> None:
         self.phase, self._turn = phase, 0
+        if phase == WATCHING:
+            self._measured_again = False
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
@@ -200,8 +205,9 @@ class Pilot:
         waiting = frozenset(owners) - set(self.labels)
         if not waiting:
             return
-        self._objection = self._find_objection()
-        (refused,) = self._council.largest([1.0 if self._objection else 0.0])
+        own = self._find_objection()
+        (refused,) = self._council.largest([1.0 if own else 0.0])
+        self._objection = own or (OBJECTED_ELSEWHERE if refused else "")
         excluded = waiting if refused else frozenset[str]()
         if excluded - self._excluded:
             self._note(step, f"{self._objection}: without {', '.join(sorted(excluded))}")
@@ -248,7 +254,9 @@ class Pilot:
             wanted = tuple(json.loads(self._council.decide(lambda: json.dumps(winner()))))
             self._expected_s = self._trials.seconds[wanted]
             self._note(step, f"{describe(wanted)} is kept")
-            if self._expected_s < BELIEVED * self.profile.conditions.silent_s:
+            believed_s = BELIEVED * self.profile.conditions.silent_s
+            if self._expected_s < believed_s and not self._measured_again:
+                self._measured_again = True
                 self._note(
                     step,
                     "it takes less than a step without communication was thought to take: measures again",
@@ -274,10 +282,10 @@ class Pilot:
         window = self.adaptive.window
         if self._turn == 0 or self._turn % window:
             return
-        if self._excluded:
-            self._objection = self._find_objection()
+        own = self._find_objection() if self._excluded else ""
         period = median(self._clock.periods() or [math.nan])
-        seconds, refused = self._council.largest([period, 1.0 if self._objection else 0.0])
+        seconds, refused = self._council.largest([period, 1.0 if own else 0.0])
+        self._objection = own or (OBJECTED_ELSEWHERE if refused else "")
         if math.isnan(self._expected_s):
             self._expected_s = seconds
         if self._excluded and not refused:
