@@ -71,6 +71,8 @@ def test_dense_is_tried_where_the_link_is_busy_for_much_of_a_step() -> None:
     for now in (None, decision.dense):
         proposal = propose(decision, now, prediction.silent_s, 3)
         assert proposal.finalists[0] == ("dense",) * 6 and len(proposal.finalists) == 3
+        # Also where only what was chosen would be tried, as under `partial=True`.
+        assert len(propose(decision, now, prediction.silent_s, 1).finalists) == 2
     # Encoding seems to take longer than what it saves: one that spares the link is tried all the same.
     work = {label: NOTHING if label == "dense" else SLOW for label in describe().work}
     slow = replace(describe(world=2), units=late, work=work)

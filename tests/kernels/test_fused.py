@@ -325,6 +325,18 @@ def test_momentum_that_overflows_does_not_stay(kernels):
         assert torch.isfinite(clusters[0].step(clusters[0].random(9))[0]["odd"]).all()
 
 
+def test_momentum_that_overflows_in_more_places_than_are_sent(kernels):
+    def gradients(cluster, count):
+        made = cluster.random(count)
+        if count < 2:
+            made[0]["odd"][:] = 3e38
+        return made
+
+    for masking in (True, False):
+        clusters = compare(kernels, corrected_rows(masking=masking), gradients, steps=5)
+        assert all(torch.isfinite(u).all() for u in momenta(clusters[0])[0].values())
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("masking", [True, False])
 def test_momentum_after_a_bad_gradient(kernels, value, masking):

@@ -219,8 +219,8 @@ class Pilot:
             self.decision is not None and self._predictor is not None and self.profile is not None
         )
         now = None
-        if self.phase == WATCHING:
-            # What it was measured on so far may be a makeshift, which nobody has chosen.
+        if self.phase == WATCHING or self._measured_again:
+            # Otherwise what it was measured on may be a makeshift, which nobody has chosen.
             now = self._predictor.plan(spread(self.labels, len(self.profile.units)))
         silent, count = self.profile.conditions.silent_s, self.adaptive.finalists
         return json.dumps(asdict(propose(self.decision, now, silent, count)))

@@ -76,14 +76,15 @@ def find_sparing(plan: Plan, others: Sequence[Plan]) -> Plan | None:
 
 
 def propose(decision: Decision, now: Plan | None, silent_s: float, count: int) -> Proposal:
-    """At most `count` plans that are worth a trial, where `now` is the one in force; None before the first decision."""
+    """At most `count` plans that are worth a trial, where `now` is the one in force; None before the first decision.
+
+    One more, where prediction alone does not decide.
+    """
     chosen, dense = decision.chosen, decision.dense
     near = chosen.prediction.step_s <= KEPT_WITHIN * decision.fastest.prediction.step_s
     finalists = decision.finalists(count)
     why = f"{chosen.name} is predicted to take {1e3 * chosen.prediction.step_s:.1f} ms"
-    stays_dense = now is None and set(chosen.labels) == {DENSE}
-    kept = dense if stays_dense else now
-    sparing = None if kept is None else find_sparing(kept, decision.uniform)
+    sparing = find_sparing(chosen if now is None else now, decision.uniform)
     if now is not None:
         # A plan is in force: it has to be worth while to leave it.
         gain = 1 - chosen.prediction.step_s / now.prediction.step_s
@@ -91,7 +92,7 @@ def propose(decision: Decision, now: Plan | None, silent_s: float, count: int) -
         better = chosen.labels != now.labels and (gain >= WORTH_SWITCHING or less)
         if near and not better and sparing is None:
             return Proposal(f"stays with {now.name}", labels=now.labels)
-    elif near and stays_dense and sparing is None:
+    elif near and set(chosen.labels) == {DENSE} and sparing is None:
         why = (
             f"dense is predicted {1e3 * dense.prediction.exposed_s:.1f} ms slower than no communication "
             f"({1e3 * silent_s:.1f} ms), and nothing is faster in a way that counts: not compressed"
@@ -99,4 +100,4 @@ def propose(decision: Decision, now: Plan | None, silent_s: float, count: int) -
         return Proposal(why, labels=dense.labels)
     worth_it = (chosen, now, sparing, *finalists)
     labels = dict.fromkeys(plan.labels for plan in worth_it if plan is not None)
-    return Proposal(why, list(labels)[:count])
+    return Proposal(why, list(labels)[: count + (sparing is not None)])

@@ -175,10 +175,13 @@ struct Momentum {
         held = __fmul_rn(held, scale);
 #if NESTEROV
         // torch adds a multiple with one rounding, on the CPU and on CUDA.
-        return fmaf(last, factor, __fadd_rn(held, gradient));
+        const float now = fmaf(last, factor, __fadd_rn(held, gradient));
 #else
-        return __fadd_rn(held, last);
+        const float now = __fadd_rn(held, last);
 #endif
+        // Where u overflows v does too, which tells of it.
+        if (!is_finite(last)) last = 0.0f;
+        return now;
 #else
         return __fadd_rn(__fmul_rn(held, scale), gradient);
 #endif
@@ -196,17 +199,11 @@ struct Momentum {
 #else
         float sent;
         const float left = ::send(weight, index, place, row, payload, sent, bad);
-#if MOMENTUM
-        const i64 at = row.memory + (i64)index * row.stride;
-        float now = u[at];
-        // A sum of finite numbers can overflow, and nothing of that may stay. Where u is infinite v is too, and is sent: looking
-        // here is enough.
-        if (!is_finite(now)) u[at] = now = 0.0f;
 #if MASKING
-        kept[row.entry + place] = now;
+        const i64 at = row.memory + (i64)index * row.stride;
+        kept[row.entry + place] = u[at];
         // What the wire rounds to 0 was not sent.
         if (sent != 0.0f) u[at] = 0.0f;
-#endif
 #endif
         return left;
 #endif
