@@ -121,7 +121,7 @@ class Job:
 
 
 def largest(value: float, device: torch.device) -> float:
-    """Over all ranks."""
+    """Over all ranks. The host waits, between steps that are timed."""
     tensor = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.item()

@@ -37,7 +37,7 @@ SLOW_S = 0.3
 WORK_NUMELS = {"cpu": (1 << 14, 1 << 18), "cuda": (1 << 18, 1 << 22)}
 """Elements of the buckets on which encoding and decoding are timed, by the kind of device."""
 WORK_TIMES = {"cpu": 2, "cuda": 6}
-"""How often, by the kind of device. On CUDA the first two times compile kernels, those of the verdict with the second."""
+"""How often, by the kind of device. On CUDA the first time compiles the kernels of an exchange, the second those of the verdict."""
 NOISE = 1.1
 """Decoding what twice as many workers sent counts as longer from this ratio on."""
 LARGE_SHARE = 0.1

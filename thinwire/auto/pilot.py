@@ -41,7 +41,8 @@ SURPRISE = 0.15
 SURPRISES = 3
 """in so many windows on end makes it plan anew."""
 BELIEVED = 0.95
-"""A step that takes less than this share of what one without communication was thought to take shows that it was not."""
+"""No step is shorter than one without communication. One that takes less than this share of what that was thought to take shows that
+the thought was wrong."""
 PROFILE_VARIABLE = "THINWIRE_PROFILE"
 """Names a file that rank 0 writes its profile to when it has been measured."""
 
@@ -106,7 +107,7 @@ class Pilot:
         self._expected_s = math.nan
         self._surprises = 0
         self._measured_again = False
-        """Whether the step without communication has turned out to be another one since it last watched. Once: steps vary, too."""
+        """Whether it measures a second time, as the first was wrong about a step without communication. There is no third: steps vary."""
         self._wanted: tuple[str, ...] | None = None
         """Labels that a switch under way will bring."""
 

@@ -12,8 +12,8 @@ WORTH_SWITCHING = 0.05
 TOO_NEAR = 1.10
 """A few steps do not tell apart what differs by less."""
 SPARED_LINK = 0.25
-"""Of a step. Where another plan would spare the link that much, none is kept without a trial: computing may slow down beside the
-exchange, which looks as if it took as long without."""
+"""A share of a step. Where another plan would spare the link that much, none is kept without a trial: computing may be slower beside
+the exchange, and then a step looks as if it took as long without."""
 
 Labels = tuple[str, ...]
 """A candidate for every unit."""

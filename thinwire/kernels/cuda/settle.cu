@@ -3,8 +3,8 @@
 #include "momentum.cuh"
 #include "overflow.cuh"
 
-// Whether c may have overflowed where it was not sent. Then all that was sent had, being the largest of the row, and went out as the
-// largest number of the code. In a scale the largest may be others.
+// Whether c may have overflowed in places that were not sent. The largest of a row are sent: then all of those overflowed too, and went
+// out as the largest number of the code. In a scale others may be the largest.
 static __device__ __forceinline__ bool may_have_overflowed(const u8* payload, const Row& row) {
     return SCALED || row.keep == 0 || fabsf(from_wire(reinterpret_cast<const Value*>(payload + row.values)[0])) >= LARGEST;
 }
