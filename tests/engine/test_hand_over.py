@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -20,8 +20,11 @@ from thinwire.engine.device_drivers import DRIVERS
 from thinwire.engine.drivers import ThreadDriver
 from thinwire.engine.groups import private_group
 from thinwire.engine.network import Network
+from thinwire.layout import Bucket
+from thinwire.observe.clock import Mark
 
 STEPS = 6
+WORK_BEGINS_LATER_S = 0.002
 
 
 class JobThread(ThreadDriver):
@@ -41,7 +44,7 @@ class JobThread(ThreadDriver):
     @torch.no_grad()
     def _do(self) -> None:
         while (entry := self._handed_over.get()) is not None:
-            time.sleep(0.002)
+            time.sleep(WORK_BEGINS_LATER_S)
             super().hand_over(*entry)
 
     def catch_up(self) -> None:
@@ -102,6 +105,29 @@ def train_job(rank: int, world: int, adapter: str, threaded: bool) -> list:
 def test_the_bits_do_not_depend_on_who_does_the_work(pools, adapter):
     group = pools(3)
     assert group.run(train_job, adapter, True) == group.run(train_job, adapter, False)
+
+
+def look_at_marks(rank: int, world: int) -> list[float]:
+    with on_a_thread():
+        model = make_cnn()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        module, optimizer, handle = make("ddp", model, optimizer, tw.Dense(), bucket_kb=2.0)
+        waited = []
+
+        def ready(bucket: Bucket, at: Mark) -> Callable[[], None]:
+            waited.append(Mark(bucket.flat.device).ms_since(at))
+            return lambda: None
+
+        handle.reducer.on_ready = ready
+        train(module, optimizer, batches(rank, 2), lambda step: None)
+        handle.close()
+        return waited
+
+
+def test_who_looks_is_told_when_the_gradient_was_there_and_not_when_encoding_begins(pools):
+    """On CUDA encoding may wait until other buckets have arrived. Taken for a backward that is so slow, that would hide what the link costs."""
+    for waited in pools(2).run(look_at_marks):
+        assert waited and min(waited) >= 1e3 * WORK_BEGINS_LATER_S
 
 
 class NoRoom(tw.select.TradTopK):

@@ -73,13 +73,13 @@ class StepClock:
         self._steps.append(StepMarks(Mark(self._device)))
         del self._steps[: -self.MOST_STEPS]
 
-    def ready(self, layout: BucketLayout) -> Callable[[], None]:
-        """A unit's gradient is there. What is returned is to be called when its update is."""
+    def ready(self, layout: BucketLayout, at: Mark) -> Callable[[], None]:
+        """A unit's gradient was there at this mark. What is returned is to be called when its update is."""
         parts = self._parts.get(layout)
         if parts is None:
             parts = self._parts[layout] = parts_of(layout)
         step = self._steps[-1]
-        step.ready[parts] = Mark(self._device)
+        step.ready[parts] = at
 
         def delivered() -> None:
             step.delivered[parts] = Mark(self._device)

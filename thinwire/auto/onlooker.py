@@ -8,6 +8,7 @@ from thinwire.auto.council import Council
 from thinwire.auto.survey import WARM_STEPS, Survey
 from thinwire.engine.reducer import Reducer
 from thinwire.layout import Bucket
+from thinwire.observe.clock import Mark
 from thinwire.plan.advice import Advice, advise_fixed
 from thinwire.plan.candidates import Candidate
 
@@ -38,8 +39,8 @@ class Onlooker:
             reducer.before_step.append(self.begin_step)
             reducer.on_ready = self.ready
 
-    def ready(self, bucket: Bucket) -> Callable[[], None]:
-        return self._survey.ready(bucket, look=self._turn == WARM_STEPS + 1)
+    def ready(self, bucket: Bucket, at: Mark) -> Callable[[], None]:
+        return self._survey.ready(bucket, at, look=self._turn == WARM_STEPS + 1)
 
     def begin_step(self, step: int) -> None:
         self._survey.clock.begin_step()

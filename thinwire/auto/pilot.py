@@ -21,6 +21,7 @@ from thinwire.auto.trials import Trials, propose
 from thinwire.engine.reducer import Reducer
 from thinwire.layout import Bucket
 from thinwire.methods.base import Adaptive, Method
+from thinwire.observe.clock import Mark
 from thinwire.plan.advice import Advice, make_advice
 from thinwire.plan.candidates import Candidate
 from thinwire.plan.decision import Decision, Predictor, as_settings, describe
@@ -117,9 +118,9 @@ class Pilot:
 
     # -- called in every step ------------------------------------------------------------------------------------
 
-    def ready(self, bucket: Bucket) -> Callable[[], None]:
+    def ready(self, bucket: Bucket, at: Mark) -> Callable[[], None]:
         look = self.phase == MEASURING and self._turn == WARM_STEPS + 1
-        return self.survey.ready(bucket, look=look)
+        return self.survey.ready(bucket, at, look=look)
 
     def begin_step(self, step: int) -> None:
         """What this step is for. Everything here depends on counts and agreed figures only."""

@@ -12,6 +12,7 @@ from thinwire.engine.reducer import Reducer
 from thinwire.errors import UsageError
 from thinwire.exchange.requests import Place
 from thinwire.layout import Bucket
+from thinwire.observe.clock import Mark
 from thinwire.plan.candidates import Candidate
 from thinwire.plan.profile import Profile
 
@@ -33,9 +34,9 @@ def profile_steps(
     device = reducer.device
     clock, meter = StepClock(device), EnergyMeter()
 
-    def ready(bucket: Bucket) -> Callable[[], None]:
+    def ready(bucket: Bucket, at: Mark) -> Callable[[], None]:
         meter.look(bucket.layout, bucket.flat)
-        return clock.ready(bucket.layout)
+        return clock.ready(bucket.layout, at)
 
     def begin(step: int) -> None:
         clock.begin_step()

@@ -13,6 +13,7 @@ from thinwire.auto.measuring import cut_units, make_profile, measure_prices, mea
 from thinwire.auto.rehearsal import Traffic
 from thinwire.engine.reducer import Reducer
 from thinwire.layout import Bucket
+from thinwire.observe.clock import Mark
 from thinwire.plan.candidates import DENSE, Candidate
 from thinwire.plan.decision import Predictor
 from thinwire.plan.profile import Profile, WorkCost
@@ -35,11 +36,11 @@ class Survey:
         self._meter = EnergyMeter()
         self._traffic = Traffic(council.place.world)
 
-    def ready(self, bucket: Bucket, *, look: bool) -> Callable[[], None]:
-        """A bucket is about to be encoded. `look` has the magnitudes of its gradient counted, too."""
+    def ready(self, bucket: Bucket, at: Mark, *, look: bool) -> Callable[[], None]:
+        """A bucket, ready at this mark, is about to be encoded. `look` has the magnitudes of its gradient counted, too."""
         if look:
             self._meter.look(bucket.layout, bucket.flat)
-        return self.clock.ready(bucket.layout)
+        return self.clock.ready(bucket.layout, at)
 
     def restart(self) -> None:
         """What has just been done takes no part in the time of a step."""

@@ -40,6 +40,7 @@ from thinwire.kernels.journal import Journal
 from thinwire.layout import Bucket, BucketLayout, ParameterInfo
 from thinwire.memory.account import settle_all
 from thinwire.methods.base import Method
+from thinwire.observe.clock import Mark
 from thinwire.observe.dimensions import DimensionStats, dimension_stats
 from thinwire.observe.exposure import ExposureClock
 from thinwire.observe.stations import ENCODE, station
@@ -131,8 +132,9 @@ class Reducer:
             replicas.followers.append(self.assignments)
         self.before_step: list[Callable[[int], None]] = []
         """Called with the number of a step that begins, in the thread that may use the network; they may `switch`."""
-        self.on_ready: Callable[[Bucket], Callable[[], None]] | None = None
-        """Called with every bucket that is about to be encoded; what it returns is called when the update is there."""
+        self.on_ready: Callable[[Bucket, Mark], Callable[[], None]] | None = None
+        """Called with every bucket that is about to be encoded, and when it held its gradient, which may be long before; what it returns is
+        called when the update is there."""
 
     @property
     def coalesce_bytes(self) -> int:
@@ -179,16 +181,20 @@ class Reducer:
         if self._merger.has_seen(bucket.layout):
             self.abandon()
         future = self.driver.new_future() if future is None else future
-        ready = ReadyBucket(bucket, future, self.exposure.mark())
+        ready = ReadyBucket(bucket, future, self._mark())
         for unit in self._merger.add(ready):
             self._hand_over(unit)
         return ready.future
+
+    def _mark(self) -> Mark | None:
+        """Now, on the stream of the backward, if somebody looks at this step."""
+        return Mark(self.device) if self.on_ready is not None else self.exposure.mark()
 
     def reduce_named(self, gradients: Mapping[str, Tensor]) -> Future[Tensor]:
         """The same for tensors by name, which hold the update when the future is done."""
         bucket = self._named_buckets.fill(gradients)
         views, targets = views_of(bucket), list(gradients.values())
-        ready = ReadyBucket(bucket, self.driver.new_future(), self.exposure.mark())
+        ready = ReadyBucket(bucket, self.driver.new_future(), self._mark())
         self._hand_over([ready], lambda: torch._foreach_copy_(targets, views))
         return ready.future
 
@@ -262,9 +268,10 @@ class Reducer:
         with station(ENCODE):
             plan = self._enter(bucket)
             after = [] if then is None else [then]
-            if self.on_ready is not None:
-                after.insert(0, self.on_ready(bucket))
-            after += self.exposure.note(self.step, buckets[-1].ready)
+            mark = buckets[-1].ready
+            if self.on_ready is not None and mark is not None:
+                after.insert(0, self.on_ready(bucket, mark))
+            after += self.exposure.note(self.step, mark)
             if self.replicas is not None and self.replicas.is_due(self.step + 1):
                 flats = [ready.bucket.flat for ready in buckets]
                 after.append(partial(self.replicas.note_update, flats))
