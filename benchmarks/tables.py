@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -241,6 +242,15 @@ def auto_table() -> str:
             f"| {row['best']}, {row['best_ms']:.0f} ms | {row['regret']:.1%} "
             f"| {row['settling_steps']} steps, {row['settling_s']:.0f} s |"
         )
+    misses = [
+        abs(row["predicted_ms"][row["chosen"]] / row["auto_ms"] - 1)
+        for row in rows
+        if row["chosen"] in row["predicted_ms"]
+    ]
+    table.append(
+        f"\nThe largest regret is {max(row['regret'] for row in rows):.1%}. A step with what was chosen took {statistics.median(misses):.1%} longer "
+        f"or shorter than predicted in median, {max(misses):.1%} at most."
+    )
     return "\n".join(table) + "\n"
 
 
