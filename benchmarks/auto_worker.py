@@ -90,6 +90,12 @@ class Job:
             value.backward()
         self.optimizer.step()
 
+    @property
+    def history(self) -> list[str]:
+        """What Auto did so far."""
+        pilot = self.handle.steering.pilot
+        return [] if pilot is None else [f"step {step}: {what}" for step, what in pilot.history]
+
     def settle(self) -> int:
         """Train until measuring and trying are over; returns the steps that took."""
         taken = 0
@@ -151,8 +157,7 @@ def compare_auto(job: Job, quality: str, steps: int) -> dict[str, Any]:
     predicted = {row.name: row.step_ms for row in advice.rows}
     # What the model takes a step without communication for; the same in all rows.
     thought_ms = next((row.step_ms - row.exposed_ms for row in advice.rows), math.nan)
-    pilot = job.handle.steering.pilot
-    history = [] if pilot is None else [f"step {step}: {what}" for step, what in pilot.history]
+    history = job.history
     chosen = advice.chosen.name if advice.chosen is not None else "dense"
     auto_ms = job.time_steps(steps, predicted.get(chosen, 1.0))
     prospect = Prospect(job.optimizer, dict(job.ddp.module.named_parameters()))
@@ -197,7 +202,7 @@ def compare_partial(job: Job, dense_ms: float) -> dict[str, Any]:
     """Sparse where the link needs it, against all sparse and all dense; `job` has just begun to measure, on dense steps."""
     none_ms = job.time_steps(6, dense_ms)
     job.settle()
-    advice = job.handle.advise()
+    advice, history = job.handle.advise(), job.history
     partial_ms = job.time_steps(8, none_ms)
     whole = {row.info.name for row in job.handle.plan() if row.dense}
     job.handle.switch(tw.ADTopK(density=DENSITY))
@@ -209,6 +214,7 @@ def compare_partial(job: Job, dense_ms: float) -> dict[str, Any]:
         "partial_ms": partial_ms,
         "no_sync_ms": job.time_steps(SILENT_STEPS, 1.0, synchronise=False),
         "chosen": advice.chosen.name if advice.chosen is not None else "dense",
+        "history": history,
         "tensors": len(sparse),
         "tensors_dense": len(whole & sparse.keys()),
         "elements_dense": sum(sparse[name] for name in whole & sparse.keys())

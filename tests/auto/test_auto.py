@@ -58,9 +58,10 @@ def entangled(rank: int, world: int) -> dict[str, Any]:
         layer.register_full_backward_hook(lambda *_: brake.wait())
     job.run(60)
     pilot = job.handle.steering.pilot
-    assert pilot is not None and pilot.profile is not None
+    assert pilot is not None and pilot.profile is not None and pilot.decision is not None
     told = [what for _, what in pilot.history]
-    return {"labels": pilot.labels, "told": told, "phase": pilot.phase}
+    ratio = pilot.decision.dense.prediction.step_s / pilot.profile.conditions.silent_s
+    return {"labels": pilot.labels, "told": told, "phase": pilot.phase, "dense": ratio}
 
 
 def test_where_computing_slows_down_beside_the_exchange_dense_is_not_taken_for_free(
@@ -70,7 +71,8 @@ def test_where_computing_slows_down_beside_the_exchange_dense_is_not_taken_for_f
     for one in results:
         assert one["phase"] == "watching", one["told"]
         assert "dense" not in one["labels"], one["told"]
-        assert any("measures again" in what for what in one["told"]), one["told"]
+        # The step without communication was seen in steps that sent nothing meanwhile.
+        assert one["dense"] > 2, one["dense"]
         assert one["labels"] == results[0]["labels"]
 
 

@@ -19,7 +19,7 @@ def onlooking(rank: int, world: int) -> dict[str, Any]:
     job, plain = (LinearJob(rank, tw.Quantized(bits=1), adam=True) for _ in range(2))
     before = str(job.handle.advise())
     job.handle.measure(3)
-    for _ in range(5):
+    for _ in range(7):
         job.step()
         plain.step()
     meanwhile = str(job.handle.advise())
@@ -44,7 +44,7 @@ def test_a_fixed_method_is_told_what_would_be_better(pools: Callable[[int], Pool
     results = pools(2).run(onlooking)
     first = results[0]
     assert "call handle.measure()" in first["before"] == first["after"]
-    assert "Measuring: step 5 of 5" in first["meanwhile"]
+    assert "Measuring: step 7 of 7" in first["meanwhile"]
     assert first["settled"] and "in force" in first["advice"] and "(measured)" in first["advice"]
     # One bit is not safe with Adam: it has a row because it is in force, and what is safe is advised.
     assert first["rows"]["int1"] == "in force"
@@ -56,7 +56,7 @@ def test_a_fixed_method_is_told_what_would_be_better(pools: Callable[[int], Pool
 def looking_on_at_momentum(rank: int, world: int) -> set[str]:
     job = LinearJob(rank, tw.DGC(density=0.05))
     job.handle.measure(3, quality="balanced")
-    for _ in range(7):
+    for _ in range(8):
         job.step()
     return {row.name for row in job.handle.advise().rows}
 

@@ -76,7 +76,7 @@ def on_a_thread(wanted: bool = True) -> Iterator[None]:
         DRIVERS.update(usual)
 
 
-def train_job(rank: int, world: int, adapter: str, threaded: bool) -> list:
+def train_job(rank: int, world: int, adapter: str, threaded: bool, quiet: int = 0) -> list:
     with on_a_thread(threaded):
         model = make_cnn()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -84,6 +84,7 @@ def train_job(rank: int, world: int, adapter: str, threaded: bool) -> list:
         module, optimizer, handle = make(
             adapter, model, optimizer, method, bucket_kb=2.0, deterministic=True, skippable=True
         )
+        handle.reducer.keep_quiet(quiet)
         seen = []
 
         def look(step: int) -> None:
@@ -128,6 +129,13 @@ def test_who_looks_is_told_when_the_gradient_was_there_and_not_when_encoding_beg
     """On CUDA encoding may wait until other buckets have arrived. Taken for a backward that is so slow, that would hide what the link costs."""
     for waited in pools(2).run(look_at_marks):
         assert waited and min(waited) >= 1e3 * WORK_BEGINS_LATER_S
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("threaded", [False, True])
+def test_quiet_backwards_give_the_same_bits(pools, adapter, threaded):
+    group = pools(3)
+    assert group.run(train_job, adapter, threaded, 3) == group.run(train_job, adapter, threaded)
 
 
 class NoRoom(tw.select.TradTopK):

@@ -63,6 +63,30 @@ def test_nobody_waits_for_the_last_bucket():
     assert cut(merger, buckets) == [[], [[4, 6]], [], [[3, 2]], [[5]], []]
 
 
+@pytest.mark.parametrize("enough", [0, 80])
+def test_in_a_quiet_backward_everything_waits_for_its_end(enough: int):
+    buckets = make_buckets(4, 6, 3, 2, 5)
+    merger, other = (make_merger(enough, buckets) for _ in range(2))
+    merger.quiet_backwards = 1
+    usual = [cut(other, buckets) for _ in range(2)]
+    assert cut(merger, buckets) == [[], [], [], [], [], list(chain(*usual[0]))]
+    # The same units, and the next one is as ever.
+    assert cut(merger, buckets) == usual[1]
+
+
+def test_what_a_quiet_backward_kept_is_dropped_with_it():
+    buckets = make_buckets(4, 6, 3)
+    merger = make_merger(0, buckets)
+    merger.quiet_backwards = 2
+    merger.add(buckets[0])
+    assert merger.forget() == [[buckets[0]]]
+    merger.add(buckets[0])
+    # As where a hook waits for its own bucket.
+    assert merger.take() == [[buckets[0]]]
+    merger.add(buckets[1])
+    assert merger.end() == [[buckets[1]]]
+
+
 def test_units_are_smaller_where_a_backward_begins_and_ends():
     buckets = make_buckets(*[10] * 20)
     merger = make_merger(160, buckets)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from statistics import median
 from weakref import WeakKeyDictionary
 
@@ -51,12 +51,6 @@ class MeasuredSteps:
     ready_s: tuple[float, ...]
     rest_s: float
     period_s: float
-
-    def without_encoding(self, encode_s: Sequence[float]) -> MeasuredSteps:
-        """As if nothing had been encoded in the thread that computes gradients."""
-        before = [0.0, *itertools.accumulate(encode_s[:-1])]
-        ready = [max(0.0, b - e) for b, e in zip(self.ready_s, before, strict=True)]
-        return replace(self, ready_s=tuple(itertools.accumulate(ready, max)))
 
 
 class StepClock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from thinwire.auto.council import Council
-from thinwire.auto.survey import WARM_STEPS, Survey
+from thinwire.auto.survey import LEAD_STEPS, WARM_STEPS, Survey
 from thinwire.engine.reducer import Reducer
 from thinwire.layout import Bucket
 from thinwire.observe.clock import Mark
@@ -29,7 +29,7 @@ class Onlooker:
         self._allowed = list(candidates)
         self._present = present
         self._survey = Survey(reducer, council, [*candidates, present])
-        self._until = WARM_STEPS + steps
+        self._until = LEAD_STEPS + steps
         self._turn = 0
         self._advice = Advice((), (), settled=False)
         if council.place.world == 1:
@@ -44,9 +44,8 @@ class Onlooker:
 
     def begin_step(self, step: int) -> None:
         self._survey.clock.begin_step()
-        if self._turn == WARM_STEPS:
-            self._survey.restart()
-        elif self._turn == self._until:
+        self._survey.lead_in(self._turn)
+        if self._turn == self._until:
             self.retire()
             self._advice = self._find_advice()
         self._turn += 1

@@ -16,7 +16,7 @@ from statistics import median
 from thinwire.auto.council import Council
 from thinwire.auto.measuring import UNIFORM_CURVE
 from thinwire.auto.memo import Memo
-from thinwire.auto.survey import WARM_STEPS, Survey, spread
+from thinwire.auto.survey import LEAD_STEPS, WARM_STEPS, Survey, spread
 from thinwire.auto.trials import Trials, propose
 from thinwire.engine.reducer import Reducer
 from thinwire.layout import Bucket
@@ -41,9 +41,6 @@ SURPRISE = 0.15
 """A step time that differs by more from what was expected"""
 SURPRISES = 3
 """in so many windows on end makes it plan anew."""
-BELIEVED = 0.95
-"""No step is shorter than one without communication. One that takes less than this share of what that was thought to take shows that
-the thought was wrong."""
 PROFILE_VARIABLE = "THINWIRE_PROFILE"
 """Names a file that rank 0 writes its profile to when it has been measured."""
 
@@ -99,7 +96,7 @@ class Pilot:
         self._clock.clear()
         self._turn = 0
         """Steps begun in this phase."""
-        self._until = WARM_STEPS + self.adaptive.measure_steps
+        self._until = LEAD_STEPS + self.adaptive.measure_steps
         self._predictor: Predictor | None = None
         self._excluded: frozenset[str] = frozenset()
         """Candidates that would take over what has to stay with the optimizer for now."""
@@ -107,8 +104,8 @@ class Pilot:
         self._trials = Trials()
         self._expected_s = math.nan
         self._surprises = 0
-        self._measured_again = False
-        """Whether it measures a second time, as the first was wrong about a step without communication. There is no third: steps vary."""
+        self._has_chosen = False
+        """Whether what is in force was chosen, and is not a makeshift to measure on."""
         self._wanted: tuple[str, ...] | None = None
         """Labels that a switch under way will bring."""
 
@@ -140,22 +137,24 @@ class Pilot:
 
     def _enter(self, phase: str) -> None:
         self.phase, self._turn = phase, 0
-        if phase == WATCHING:
-            self._measured_again = False
+        self._has_chosen |= phase == WATCHING
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
     def _measure(self, step: int) -> None:
         if 0 < self._turn <= WARM_STEPS and not self.labels and self._leave_slow_start(step):
             return
-        if self._turn == WARM_STEPS:
-            self.survey.restart()
-        elif self._turn == WARM_STEPS + LEAST_STEPS:
+        self.survey.lead_in(self._turn)
+        if self._turn == LEAD_STEPS + LEAST_STEPS:
             fitting = int(self.adaptive.measure_s / max(self.survey.period_s(), 1e-6))
             steps = max(LEAST_STEPS, min(self.adaptive.measure_steps, fitting))
-            self._until = WARM_STEPS + steps
-        if self._turn >= max(self._until, WARM_STEPS + LEAST_STEPS):
+            self._until = LEAD_STEPS + steps
+        if self._turn >= max(self._until, LEAD_STEPS + LEAST_STEPS):
             self._plan(step)
+
+    def _measure_anew(self) -> None:
+        self._until = LEAD_STEPS + self.adaptive.measure_steps
+        self._enter(MEASURING)
 
     def _leave_slow_start(self, step: int) -> bool:
         """Measure under something quicker if the last dense step took many times one without communication."""
@@ -221,8 +220,7 @@ class Pilot:
             self.decision is not None and self._predictor is not None and self.profile is not None
         )
         now = None
-        if self.phase == WATCHING or self._measured_again:
-            # Otherwise what it was measured on may be a makeshift, which nobody has chosen.
+        if self._has_chosen:
             now = self._predictor.plan(spread(self.labels, len(self.profile.units)))
         silent, count = self.profile.conditions.silent_s, self.adaptive.finalists
         return json.dumps(asdict(propose(self.decision, now, silent, count)))
@@ -256,17 +254,7 @@ class Pilot:
             wanted = tuple(json.loads(self._council.decide(lambda: json.dumps(winner()))))
             self._expected_s = self._trials.seconds[wanted]
             self._note(step, f"{describe(wanted)} is kept")
-            believed_s = BELIEVED * self.profile.conditions.silent_s
-            if self._expected_s < believed_s and not self._measured_again:
-                self._measured_again = True
-                self._note(
-                    step,
-                    "it takes less than a step without communication was thought to take: measures again",
-                )
-                self._until = WARM_STEPS + self.adaptive.measure_steps
-                self._enter(MEASURING)
-            else:
-                self._enter(WATCHING)
+            self._enter(WATCHING)
         if wanted == self.labels or self._use(wanted, step):
             self.survey.restart()
 
@@ -292,7 +280,7 @@ class Pilot:
             self._expected_s = seconds
         if self._excluded and not refused:
             self._note(step, "the optimizer's work can be taken over from now on: plans anew")
-            self._plan(step)
+            self._measure_anew()
             return
         surprised = abs(seconds / self._expected_s - 1) > SURPRISE
         self._surprises = self._surprises + 1 if surprised else 0
@@ -303,7 +291,7 @@ class Pilot:
                 f"a step takes {1e3 * seconds:.1f} ms in place of {1e3 * self._expected_s:.1f} ms: plans anew",
             )
             self._expected_s = seconds
-            self._plan(step)
+            self._measure_anew()
 
     # -- switching -----------------------------------------------------------------------------------------------
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import groupby
 from statistics import median
 
-from thinwire.auto.clock import EnergyMeter, Parts, StepClock
+from thinwire.auto.clock import EnergyMeter, MeasuredSteps, StepClock
 from thinwire.auto.council import Council
 from thinwire.auto.measuring import cut_units, make_profile, measure_prices, measure_work
 from thinwire.auto.rehearsal import Traffic
@@ -21,6 +20,11 @@ from thinwire.plan.step_model import find_dearness
 
 WARM_STEPS = 2
 """Not measured: DDP changes its buckets after the first step, and first steps compile and flush."""
+QUIET_STEPS = 2
+"""In which nothing is sent before the last gradient is there. Beside an exchange gradients may take many times as long, so that a step
+would look as if it took as long without."""
+LEAD_STEPS = WARM_STEPS + QUIET_STEPS
+"""Before steps are timed as they are."""
 
 
 class Survey:
@@ -35,12 +39,24 @@ class Survey:
         self.council = council
         self._meter = EnergyMeter()
         self._traffic = Traffic(council.place.world)
+        self._quiet: MeasuredSteps | None = None
+        """What was seen of the last quiet steps."""
 
     def ready(self, bucket: Bucket, at: Mark, *, look: bool) -> Callable[[], None]:
         """A bucket, ready at this mark, is about to be encoded. `look` has the magnitudes of its gradient counted, too."""
         if look:
             self._meter.look(bucket.layout, bucket.flat)
         return self.clock.ready(bucket.layout, at)
+
+    def lead_in(self, turn: int) -> None:
+        """A step begins: the first of all, or the turn-th after it. From LEAD_STEPS on they are timed."""
+        if turn == WARM_STEPS - 1:
+            self.reducer.keep_quiet(QUIET_STEPS)
+        elif turn == WARM_STEPS:
+            self.restart()
+        elif turn == LEAD_STEPS:
+            self._quiet = self.clock.measured()
+            self.restart()
 
     def restart(self) -> None:
         """What has just been done takes no part in the time of a step."""
@@ -71,8 +87,8 @@ class Survey:
             self.work = measure_work(candidates, self.council, device, dtype)
         units = cut_units(steps, parameters)
         labels = spread(in_force, sum(map(len, units)))
-        if device.type == "cpu":
-            steps = steps.without_encoding(self._own_encoding(units, labels))
+        if self._quiet is not None and self._quiet.units == steps.units:
+            steps = replace(steps, ready_s=self._quiet.ready_s)
         profile = make_profile(
             steps,
             self._meter,
@@ -95,22 +111,6 @@ class Survey:
         costs = predictor.costs(predictor.plan(labels))
         factor = find_dearness(profile.conditions, costs, period_s)
         return replace(profile, prices=profile.prices.times(factor))
-
-    def _own_encoding(self, units: Sequence[Parts], labels: Sequence[str]) -> list[float]:
-        """Seconds that the candidates in force encode in every unit, which delays the gradients behind it."""
-        found = []
-        waiting = iter(labels)
-        for parts in units:
-            own = list(zip(parts, waiting, strict=False))
-            starts = [
-                self.work[label].encode.latency_s for label, _ in groupby(one for _, one in own)
-            ]
-            found.append(sum(starts) + sum(self._encoding_s(*one) for one in own))
-        return found
-
-    def _encoding_s(self, names: Sequence[str], label: str) -> float:
-        numel = sum(self.reducer.parameters[name].numel for name in names)
-        return self.work[label].encode.per_byte_s * numel
 
     def predictor(
         self, profile: Profile, candidates: Sequence[Candidate] | None = None

@@ -6,15 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thinwire.plan.candidates import DENSE
-from thinwire.plan.decision import KEPT_WITHIN, NEAR_FASTEST, NEAR_SILENT, Decision, Plan
+from thinwire.plan.decision import KEPT_WITHIN, Decision, Plan, find_deadline
 
 WORTH_SWITCHING = 0.05
 TOO_NEAR = 1.10
 """A few steps do not tell apart what differs by less."""
-SPARED_LINK = 0.25
-"""A share of a step. Where another plan would spare the link that much, none is kept without a trial: computing may be slower beside
-the exchange, and then a step looks as if it took as long without."""
-
 Labels = tuple[str, ...]
 """A candidate for every unit."""
 
@@ -47,14 +43,10 @@ class Trials:
         return again[0] if again and len(near) > 1 else None
 
     def winner(self, silent_s: float) -> Labels:
-        """The one that keeps most among those that are fast enough, where a step without communication takes so long.
-
-        The search may go up to 10 % over such a step; what was timed is compared with the fastest that was timed, too.
-        """
+        """The one that keeps most among those that are fast enough, where a step without communication takes so long."""
         # A trial that was resumed in mid-switch began under what had been in force, which is no plan.
         seconds = {plan.labels: self.seconds[plan.labels] for plan in self.plans}
-        fastest = min(seconds.values())
-        deadline = min(max(NEAR_SILENT * silent_s, NEAR_FASTEST * fastest), KEPT_WITHIN * fastest)
+        deadline = find_deadline(silent_s, min(seconds.values()), KEPT_WITHIN)
         fitting = [plan for plan in self.plans if seconds[plan.labels] <= deadline]
         return max(fitting, key=lambda plan: (plan.kept, -seconds[plan.labels])).labels
 
@@ -68,36 +60,22 @@ class Proposal:
     labels: Labels = ()
 
 
-def find_sparing(plan: Plan, others: Sequence[Plan]) -> Plan | None:
-    """Of those that would spare the link so much that prediction alone does not decide, the one predicted to be the fastest."""
-    limit = plan.prediction.link_s - SPARED_LINK * plan.prediction.step_s
-    sparing = [other for other in others if other.prediction.link_s < limit]
-    return min(sparing, key=lambda other: other.prediction.step_s, default=None)
-
-
 def propose(decision: Decision, now: Plan | None, silent_s: float, count: int) -> Proposal:
-    """At most `count` plans that are worth a trial, where `now` is the one in force; None before the first decision.
-
-    One more, where prediction alone does not decide.
-    """
+    """At most `count` plans that are worth a trial, where `now` is the one in force; None before the first decision."""
     chosen, dense = decision.chosen, decision.dense
-    near = chosen.prediction.step_s <= KEPT_WITHIN * decision.fastest.prediction.step_s
-    finalists = decision.finalists(count)
-    why = f"{chosen.name} is predicted to take {1e3 * chosen.prediction.step_s:.1f} ms"
-    sparing = find_sparing(chosen if now is None else now, decision.uniform)
     if now is not None:
         # A plan is in force: it has to be worth while to leave it.
         gain = 1 - chosen.prediction.step_s / now.prediction.step_s
         less = chosen.kept > now.kept and gain > -WORTH_SWITCHING / 2
-        better = chosen.labels != now.labels and (gain >= WORTH_SWITCHING or less)
-        if near and not better and sparing is None:
+        if chosen.labels == now.labels or not (gain >= WORTH_SWITCHING or less):
             return Proposal(f"stays with {now.name}", labels=now.labels)
-    elif near and set(chosen.labels) == {DENSE} and sparing is None:
+    elif set(chosen.labels) == {DENSE}:
         why = (
             f"dense is predicted {1e3 * dense.prediction.exposed_s:.1f} ms slower than no communication "
             f"({1e3 * silent_s:.1f} ms), and nothing is faster in a way that counts: not compressed"
         )
         return Proposal(why, labels=dense.labels)
-    worth_it = (chosen, now, sparing, *finalists)
+    why = f"{chosen.name} is predicted to take {1e3 * chosen.prediction.step_s:.1f} ms"
+    worth_it = (chosen, now, *decision.finalists(count))
     labels = dict.fromkeys(plan.labels for plan in worth_it if plan is not None)
-    return Proposal(why, list(labels)[: count + (sparing is not None)])
+    return Proposal(why, list(labels)[:count])

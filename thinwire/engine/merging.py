@@ -38,6 +38,8 @@ class BucketMerger:
     waits need not wait for it where the backward before says which one it is. That is so if both began with the same bucket:
     DDP has one bucket in its first backward, and others from the second on. Units do not depend on what is known, so that
     they are planned once. They are a function of sizes and order, which are the same on all ranks.
+
+    In a quiet backward all units wait for its last bucket, so that it computes as if nothing were to be sent.
     """
 
     def __init__(self, enough: int, parameters: int, nbytes: int) -> None:
@@ -49,6 +51,12 @@ class BucketMerger:
         self._nbytes = 0
         self._missing = parameters
         """Parameters that have not come in this backward."""
+        self.quiet_backwards = 0
+        """So many of the next backwards are quiet. When it is set may differ between ranks, as what they send does not."""
+        self._quiet = False
+        """Whether this backward is."""
+        self._kept: list[list[ReadyBucket]] = []
+        """Units of a quiet backward."""
         self._layouts: dict[BucketLayout, None] = {}
         """Of the buckets of this backward so far."""
         self._usual: list[BucketLayout] = []
@@ -58,16 +66,24 @@ class BucketMerger:
 
     def add(self, ready: ReadyBucket) -> list[list[ReadyBucket]]:
         """The units that go on now; none if this bucket waits for others."""
-        layout = ready.bucket.layout
-        self._layouts[layout] = None
-        if not self.enough:
-            return [[ready]]
-        self._missing -= len(layout.slots)
-        units = [] if self._missing else self.take()
+        if not self._layouts:
+            self._quiet = self.quiet_backwards > 0
+            self.quiet_backwards -= self._quiet
+        self._layouts[ready.bucket.layout] = None
+        units = self._cut(ready) if self.enough else [[ready]]
+        if not self._quiet:
+            return units
+        self._kept += units
+        return []
+
+    def _cut(self, ready: ReadyBucket) -> list[list[ReadyBucket]]:
+        """The units that this bucket completes."""
+        self._missing -= len(ready.bucket.layout.slots)
+        units = [] if self._missing else self._join_waiting()
         self._waiting.append(ready)
         self._nbytes += ready.bucket.flat.nbytes
         if not self._missing or self._nbytes >= self._limit() or self._last_is_next():
-            units += self.take()
+            units += self._join_waiting()
         return units
 
     def _limit(self) -> float:
@@ -83,10 +99,15 @@ class BucketMerger:
         count, usual = len(self._layouts), self._usual
         return count == len(usual) - 1 and usual[0] is next(iter(self._layouts))
 
-    def take(self) -> list[list[ReadyBucket]]:
-        """All that wait, as one unit."""
+    def _join_waiting(self) -> list[list[ReadyBucket]]:
+        """All buckets that wait for others, as one unit."""
         waiting, self._waiting, self._nbytes = self._waiting, [], 0
         return [waiting] if waiting else []
+
+    def take(self) -> list[list[ReadyBucket]]:
+        """All that waits."""
+        kept, self._kept = self._kept, []
+        return kept + self._join_waiting()
 
     def end(self) -> list[list[ReadyBucket]]:
         """The backward has ended: what waits."""

@@ -155,6 +155,10 @@ class Reducer:
     def merge_bytes(self, enough: int) -> None:
         self._merger.enough = enough
 
+    def keep_quiet(self, backwards: int) -> None:
+        """Encode and send nothing of the next so many backwards before their last gradient is there."""
+        self._merger.quiet_backwards = backwards
+
     def _plan(self, method: Method, policy: Sequence[Rule]) -> Planner:
         """Agree on the settings first of all: a rank that raised alone would leave the others waiting."""
         settings = {"method": repr(method), "policy": "; ".join(map(str, policy)) or "none"}

@@ -1,7 +1,8 @@
 """The decision: every candidate predicted, and the least compression that costs no time.
 
 1. Find the fastest step T_min that any combination of candidates gives.
-2. Among the combinations within max(1.10 x the step without communication, 1.02 x T_min), keep the most energy.
+2. Among the combinations within max(1.10 x the step without communication, 1.02 x T_min), but not beyond 1.03 x T_min, keep the most
+   energy.
 Rounding keeps nearly all of it and selection less, so that ties go dense > bf16 > int8 > int4 > sparse by themselves.
 """
 
@@ -26,8 +27,16 @@ NEAR_FASTEST = 1.02
 """So is one this near to the fastest that can be had."""
 KEPT_WITHIN = 1.05
 """What is kept for good takes no more than this many times the fastest that was tried, however near to no communication it is."""
+SOUGHT_WITHIN = 1.03
+"""So what is sought keeps some distance from that."""
 WORTH_A_TRIAL = 1.5
 """What is predicted to take this many times the fastest does not win, and trying it may take minutes on a slow link."""
+
+
+def find_deadline(silent_s: float, fastest_s: float, within: float) -> float:
+    """How long a step may take, so that nobody would want less of the gradient for a faster one."""
+    return min(max(NEAR_SILENT * silent_s, NEAR_FASTEST * fastest_s), within * fastest_s)
+
 
 FindRounds = Callable[[Sequence[ParameterInfo], Method], Rounds]
 """The collectives that a bucket of these parameters asks for under a method."""
@@ -153,8 +162,7 @@ class Predictor:
         fastest = min(
             (self._found(group, None) for group in groups), key=lambda p: p.prediction.step_s
         )
-        silent = self.conditions.silent_s
-        deadline = max(NEAR_SILENT * silent, NEAR_FASTEST * fastest.prediction.step_s)
+        deadline = self._deadline(fastest.prediction.step_s)
         fitting = [self._found(group, deadline) for group in groups]
         in_time = [p for p in fitting if p.prediction.step_s <= deadline * (1 + 1e-9)]
         chosen = min(in_time or [fastest], key=lambda p: (-p.kept, p.prediction.step_s))
@@ -164,10 +172,12 @@ class Predictor:
     def decide_alike(self) -> Plan:
         """The same decision, if all units have to be alike."""
         plans = [self.plan([label] * len(self._sizes)) for label in self.candidates]
-        fastest = min(plan.prediction.step_s for plan in plans)
-        deadline = max(NEAR_SILENT * self.conditions.silent_s, NEAR_FASTEST * fastest)
+        deadline = self._deadline(min(plan.prediction.step_s for plan in plans))
         fitting = [plan for plan in plans if plan.prediction.step_s <= deadline]
         return max(fitting, key=lambda plan: (plan.kept, -plan.prediction.step_s))
+
+    def _deadline(self, fastest_s: float) -> float:
+        return find_deadline(self.conditions.silent_s, fastest_s, SOUGHT_WITHIN)
 
     def _found(self, labels: Sequence[str], deadline_s: float | None) -> Plan:
         levels = [
