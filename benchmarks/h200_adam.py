@@ -32,7 +32,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 sys.path.append(str(ROOT / "carry" / "python"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from learning.byte_gpt import METHODS, Cell, Training  # noqa: E402
+from learning.byte_cells import METHODS, Cell  # noqa: E402
+from learning.byte_gpt import Training  # noqa: E402
 
 from thinwire.tools.provenance import describe_origin  # noqa: E402
 

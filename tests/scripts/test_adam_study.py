@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,15 @@ METHOD = "bit1-adam-refresh"
 
 
 @pytest.fixture
-def byte_gpt(monkeypatch):
+def study(monkeypatch) -> SimpleNamespace:
+    """What the modules of a cell have."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from learning import byte_gpt
+    from learning import byte_cells, byte_gpt, byte_jobs, byte_model
 
-    return byte_gpt
+    modules = (byte_cells, byte_model, byte_jobs, byte_gpt)
+    return SimpleNamespace(
+        **{name: one for module in modules for name, one in vars(module).items()}
+    )
 
 
 @pytest.fixture
@@ -33,12 +38,10 @@ def texts(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_method_trains(byte_gpt, texts: Path) -> None:
+def test_every_method_trains(study, texts: Path) -> None:
     bits = {}
-    for name in byte_gpt.METHODS:
-        training = byte_gpt.Training(
-            byte_gpt.Cell(method=name, **SMALL), texts, "cpu", test_windows=2
-        )
+    for name in study.METHODS:
+        training = study.Training(study.Cell(method=name, **SMALL), texts, "cpu", test_windows=2)
         assert training.run(FOREVER)
         row = training.row()
         bits[name] = row["bits"]
@@ -49,14 +52,14 @@ def test_every_method_trains(byte_gpt, texts: Path) -> None:
     assert bits["sparseloco-8"] == 0, "no round ends in six steps"
 
 
-def test_workers_together_compute_what_each_does_alone(byte_gpt) -> None:
-    cell = byte_gpt.Cell(method="dense", **{**SMALL, "workers": 3, "layers": 2})
-    models = [byte_gpt.ByteGPT(cell) for _ in range(3)]
+def test_workers_together_compute_what_each_does_alone(study) -> None:
+    cell = study.Cell(method="dense", **{**SMALL, "workers": 3, "layers": 2})
+    models = [study.ByteGPT(cell) for _ in range(3)]
     windows = torch.randint(256, (3, 2, 17))
     given, wanted = windows[..., :-1], windows[..., 1:]
     alone = [model(given[i], wanted[i]) for i, model in enumerate(models)]
     weights, _ = torch.func.stack_module_state(models)
-    together = byte_gpt.compute_losses(weights, cell, given, wanted)
+    together = study.compute_losses(weights, cell, given, wanted)
     torch.testing.assert_close(together, torch.stack(alone))
     together.sum().backward()
     for worker, model in enumerate(models):
@@ -65,14 +68,14 @@ def test_workers_together_compute_what_each_does_alone(byte_gpt) -> None:
             torch.testing.assert_close(weights[name].grad[worker], parameter.grad)
 
 
-def test_inner_steps_together_are_those_of_each_worker(byte_gpt) -> None:
-    cell = byte_gpt.Cell(method="diloco-8", **SMALL)
+def test_inner_steps_together_are_those_of_each_worker(study) -> None:
+    cell = study.Cell(method="diloco-8", **SMALL)
     torch.manual_seed(0)
-    job = byte_gpt.LocalWorkers(cell, torch.device("cpu"))
+    job = study.LocalWorkers(cell, torch.device("cpu"))
     torch.manual_seed(0)
-    plain = [byte_gpt.ByteGPT(cell) for _ in range(2)]
+    plain = [study.ByteGPT(cell) for _ in range(2)]
     plain[1].load_state_dict(plain[0].state_dict())
-    optimizers = [byte_gpt.make_optimizer(model, 1e-3) for model in plain]
+    optimizers = [study.make_optimizer(model, 1e-3) for model in plain]
     for _ in range(3):
         windows = torch.randint(256, (2, 2, 17))
         job.step(windows, 1e-3)
@@ -86,16 +89,16 @@ def test_inner_steps_together_are_those_of_each_worker(byte_gpt) -> None:
 
 
 @pytest.mark.parametrize("name", ["topk1-adam", "bit1-adam-refresh", "sparseloco-8"])
-def test_a_cell_put_aside_goes_on(byte_gpt, texts: Path, tmp_path: Path, name: str) -> None:
+def test_a_cell_put_aside_goes_on(study, texts: Path, tmp_path: Path, name: str) -> None:
     # The tenth step is behind a round of local steps.
-    cell = byte_gpt.Cell(method=name, **{**SMALL, "steps": 10})
-    whole = byte_gpt.Training(cell, texts, "cpu", test_windows=2)
+    cell = study.Cell(method=name, **{**SMALL, "steps": 10})
+    whole = study.Training(cell, texts, "cpu", test_windows=2)
     whole.run(FOREVER)
-    first = byte_gpt.Training(cell, texts, "cpu", test_windows=2)
+    first = study.Training(cell, texts, "cpu", test_windows=2)
     assert not first.run(FOREVER, stop=9)
     path = tmp_path / "cell.pt"
     first.save(path)
-    second = byte_gpt.Training(cell, texts, "cpu", test_windows=2)
+    second = study.Training(cell, texts, "cpu", test_windows=2)
     second.load(path)
     assert second.run(FOREVER)
     assert second.curve == whole.curve
