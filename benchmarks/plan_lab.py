@@ -149,7 +149,7 @@ def work(settings: dict[str, Any]) -> None:
         return slowest.tolist()
 
     handle.measure(4, quality="fastest")
-    for _ in range(7):
+    while not handle.advise().settled:
         step()
     advice = handle.advise()
     known = find_candidates("fastest", "unknown", dist.get_world_size())

@@ -149,10 +149,10 @@ class Handle:
         return self.steering.advise()
 
     def measure(self, steps: int = 10, *, quality: str = "safe") -> None:
-        """Measure the next `steps` steps, the link and all candidates, so that `advise()` can tell what would be better.
+        """Measure `steps` steps, the link and all candidates, so that `advise()` can tell what would be better.
 
-        Every rank calls it at the same step. The method stays in use; the step after the last one measured takes a few
-        seconds longer. `quality` limits what may be advised, as in `tw.Auto`.
+        Every rank calls it at the same step. Four steps come before, two of which send nothing until their last gradient is there. The method
+        stays in use; the step after the last one measured takes a few seconds longer. `quality` limits what may be advised, as in `tw.Auto`.
         """
         self._refuse_if_closed()
         check_positive_int("steps", steps)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 import thinwire as tw
-from tests.auto.workers import Brake, Job, auto
+from tests.auto.workers import Brake, Job, Model, auto
 from tests.pool import Pool
 from thinwire.auto import profile_steps
+from thinwire.auto.survey import WARM_STEPS
 from thinwire.plan import Profile, find_candidates
 
 STEPS = 32
@@ -74,6 +78,76 @@ def test_where_computing_slows_down_beside_the_exchange_dense_is_not_taken_for_f
         # The step without communication was seen in steps that sent nothing meanwhile.
         assert one["dense"] > 2, one["dense"]
         assert one["labels"] == results[0]["labels"]
+
+
+PAUSE_S = 0.4
+
+
+def pausing(rank: int, world: int) -> tuple[Any, list[str], float]:
+    """One rank stands still once, in the middle of a quiet backward."""
+    job = Job(rank, auto(), width=256)
+    Brake(job.handle, 2e7)
+    pilot = job.handle.steering.pilot
+    assert pilot is not None
+    backwards = itertools.count()
+
+    def pause(*_: Any) -> None:
+        if next(backwards) == WARM_STEPS and rank == 1:
+            time.sleep(PAUSE_S)
+
+    job.model.layers[1].register_full_backward_hook(pause)
+    job.run(STEPS)
+    assert pilot.profile is not None
+    return pilot.labels, [what for _, what in pilot.history], pilot.profile.conditions.silent_s
+
+
+def test_one_pause_does_not_make_a_step_look_long_without_communication(
+    pools: Callable[[int], Pool],
+) -> None:
+    for labels, told, silent_s in pools(2).run(pausing, timeout=120):
+        assert silent_s < PAUSE_S / 2
+        assert set(labels) != {"dense"}, told
+
+
+def failing(rank: int, world: int, at: int) -> tuple[list[bool], str, Any]:
+    """A backward that fails once, on all ranks, with nothing delivered yet."""
+    model = Model(64)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = tw.DistributedOptimizer(inner, model=model, method=auto(), bucket_mb=0.01)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            if taken == at:
+                raise RuntimeError("no memory left")
+            return gradient
+
+    model.layers[2].register_forward_hook(lambda *args: Fails.apply(args[-1]))
+    failed = []
+    for taken in range(16):
+        optimizer.zero_grad()
+        try:
+            model(torch.ones(8, 64)).square().mean().backward()
+            optimizer.step()
+        except RuntimeError:
+            failed.append(taken)
+    pilot = optimizer.handle.steering.pilot
+    assert pilot is not None
+    return failed, pilot.phase, [p.detach().sum().item() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_backward_that_fails_does_not_end_measuring(
+    pools: Callable[[int], Pool], at: int
+) -> None:
+    first, second = pools(2).run(failing, at)
+    assert first == second
+    failed, phase, _ = first
+    assert failed == [at] and phase != "measuring"
 
 
 def unhindered(rank: int, world: int, width: int) -> tuple[Any, str]:
@@ -174,6 +248,8 @@ def interrupted(rank: int, world: int, steps: int) -> tuple[Any, ...]:
     again.handle.load_state_dict(state)
     resumed = again.handle.steering.pilot
     assert resumed is not None
+    assert resumed.state() == pilot.state()
+    assert (resumed.phase == "measuring") == (again.handle.reducer.on_ready is not None)
     found = (pilot.phase, pilot.labels, resumed.phase, resumed.labels)
     same = torch.equal(
         job.handle.residual("layers.0.weight"), again.handle.residual("layers.0.weight")

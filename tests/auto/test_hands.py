@@ -200,6 +200,30 @@ def test_adams_work_is_taken_over_when_it_has_learned(pools: Callable[[int], Poo
         assert "Left out" not in advice
 
 
+def waiting(rank: int, world: int) -> tuple[str, list[str]]:
+    """Resumed while it waits for Adam to have learned enough."""
+    first, job = (LinearJob(rank, auto(quality="fastest", window=4), adam=True) for _ in range(2))
+    make_learned(first.optimizer, 900)
+    for _ in range(40):
+        first.step()
+        if first.pilot.phase == "watching":
+            break
+    job.resume(first)
+    make_learned(job.optimizer)
+    advice = str(job.handle.advise())
+    for _ in range(60):
+        job.step()
+        if TAKEN_OVER in (what for _, what in job.pilot.history):
+            break
+    return advice, [what for _, what in job.pilot.history]
+
+
+def test_what_waited_for_adam_still_does_so_when_resumed(pools: Callable[[int], Pool]) -> None:
+    for advice, told in pools(2).run(waiting):
+        assert "Left out: adam-int1" in advice
+        assert TAKEN_OVER in told
+
+
 def test_what_another_ranks_optimizer_keeps_is_said(pools: Callable[[int], Pool]) -> None:
     (_, first), (_, second) = pools(2).run(learning, (2000, 100), 12)
     assert first[0].startswith("another worker's optimizer has to keep its work: without adam-int1")

@@ -74,17 +74,18 @@ def test_in_a_quiet_backward_everything_waits_for_its_end(enough: int):
     assert cut(merger, buckets) == usual[1]
 
 
-def test_what_a_quiet_backward_kept_is_dropped_with_it():
+def test_a_quiet_backward_that_fails_is_made_up_for():
     buckets = make_buckets(4, 6, 3)
     merger = make_merger(0, buckets)
-    merger.quiet_backwards = 2
+    merger.quiet_backwards = 1
     merger.add(buckets[0])
     assert merger.forget() == [[buckets[0]]]
+    assert merger.quiet_backwards == 1
     merger.add(buckets[0])
-    # As where a hook waits for its own bucket.
+    # A hook waits for its own bucket: what comes later need not be kept.
     assert merger.take() == [[buckets[0]]]
-    merger.add(buckets[1])
-    assert merger.end() == [[buckets[1]]]
+    assert merger.add(buckets[1]) == [[buckets[1]]]
+    assert merger.end() == [] and merger.quiet_backwards == 0
 
 
 def test_units_are_smaller_where_a_backward_begins_and_ends():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from weakref import WeakKeyDictionary
@@ -45,7 +45,7 @@ class StepMarks:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Medians over steps, in seconds from the moment at which the first unit is ready."""
+    """Of all steps together, in seconds from the moment at which the first unit is ready."""
 
     units: tuple[Parts, ...]
     ready_s: tuple[float, ...]
@@ -96,15 +96,19 @@ class StepClock:
     def silent_s(self) -> float:
         """The last step that has ended, without the time in which it waited for nothing but the exchange."""
         step, following = self._steps[-2:]
-        exposed = max(
+        waits = (
             done.ms_since(ready)
             for done in step.delivered.values()
             for ready in list(step.ready.values())[-1:]
         )
+        # Nothing is delivered in a step whose backward has failed.
+        exposed = max(waits, default=0.0)
         return (following.began.ms_since(step.began) - max(0.0, exposed)) / 1e3
 
-    def measured(self) -> MeasuredSteps | None:
-        """All steps that have ended and had the units of the last one; None if most of them had others."""
+    def measured(
+        self, typical: Callable[[Sequence[float]], float] = median
+    ) -> MeasuredSteps | None:
+        """All steps that have ended and had the units of the last one; None if most of them had others. `typical` makes one time of many."""
         ended = self._steps[:-1]
         if not ended:
             return None
@@ -124,9 +128,9 @@ class StepClock:
         columns = zip(*(ready for ready, _, _ in rows), strict=True)
         return MeasuredSteps(
             units,
-            tuple(median(column) for column in columns),
-            median(rest for _, rest, _ in rows),
-            median(period for _, _, period in rows),
+            tuple(typical(column) for column in columns),
+            typical([rest for _, rest, _ in rows]),
+            typical([period for _, _, period in rows]),
         )
 
 

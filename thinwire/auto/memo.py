@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from thinwire.plan.profile import Profile
 
@@ -29,6 +30,10 @@ class Memo:
     finalists: tuple[Labels, ...]
     tried: tuple[tuple[Labels, tuple[float, ...]], ...]
     """With the seconds of a step in every trial."""
+    has_chosen: bool = False
+    """Whether what is in force is what came out of a decision. Earlier versions do not say."""
+    excluded: tuple[str, ...] = ()
+    """Candidates that would take over what has to stay with the optimizer for now."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -38,17 +43,14 @@ class Memo:
         """None for what another version has written in another way."""
         try:
             said = json.loads(text)
-            listed = {
-                key: as_tuples(said[key]) for key in ("labels", "units", "finalists", "tried")
-            }
-            return cls(**{**said, **listed})
-        except (ValueError, KeyError, TypeError):
+            return cls(**{key: as_tuples(value) for key, value in said.items()})
+        except (ValueError, AttributeError, TypeError):
             return None
 
     def read_profile(self) -> Profile | None:
         return None if self.profile is None else Profile.from_json(self.profile)
 
 
-def as_tuples(value: object) -> object:
+def as_tuples(value: Any) -> Any:
     """Lists as JSON has them, as the tuples that they were."""
     return tuple(map(as_tuples, value)) if isinstance(value, list) else value

@@ -84,11 +84,10 @@ class Pilot:
         self._begin_anew()
         if self._chooses:
             reducer.before_step.append(self.begin_step)
-            reducer.on_ready = self.ready
 
     def _begin_anew(self) -> None:
         """As if nothing had been measured or decided yet."""
-        self.phase = MEASURING if self._chooses else WATCHING
+        self.phase = WATCHING
         self.profile: Profile | None = None
         self.decision: Decision | None = None
         self.labels: tuple[str, ...] = ()
@@ -105,9 +104,11 @@ class Pilot:
         self._expected_s = math.nan
         self._surprises = 0
         self._has_chosen = False
-        """Whether what is in force was chosen, and is not a makeshift to measure on."""
+        """Whether what is in force is what came out of a decision, and no makeshift to measure on."""
         self._wanted: tuple[str, ...] | None = None
         """Labels that a switch under way will bring."""
+        if self._chooses:
+            self._enter(MEASURING)
 
     @property
     def _council(self) -> Council:
@@ -116,8 +117,7 @@ class Pilot:
     # -- called in every step ------------------------------------------------------------------------------------
 
     def ready(self, bucket: Bucket, at: Mark) -> Callable[[], None]:
-        look = self.phase == MEASURING and self._turn == WARM_STEPS + 1
-        return self.survey.ready(bucket, at, look=look)
+        return self.survey.ready(bucket, at, look=self._turn == WARM_STEPS + 1)
 
     def begin_step(self, step: int) -> None:
         """What this step is for. Everything here depends on counts and agreed figures only."""
@@ -138,6 +138,8 @@ class Pilot:
     def _enter(self, phase: str) -> None:
         self.phase, self._turn = phase, 0
         self._has_chosen |= phase == WATCHING
+        # Elsewhere only whole steps are timed.
+        self._reducer.on_ready = self.ready if phase == MEASURING else None
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
@@ -197,8 +199,7 @@ class Pilot:
         if plans:
             self._go_on_trying(step)
         else:
-            self._expected_s = period
-            self._settle_for(step, tuple(said["labels"]))
+            self._settle_for(step, tuple(said["labels"]), period)
 
     def _exclude(self, step: int) -> None:
         """Leave out what would take the optimizer's work over, if that has to stay where it is now."""
@@ -258,11 +259,14 @@ class Pilot:
         if wanted == self.labels or self._use(wanted, step):
             self.survey.restart()
 
-    def _settle_for(self, step: int, labels: tuple[str, ...]) -> None:
+    def _settle_for(self, step: int, labels: tuple[str, ...], period_s: float) -> None:
+        """Keep these without a trial; steps took so long under what is in force."""
         self._enter(WATCHING)
         if labels != spread(self.labels, len(labels)):
+            self._expected_s = math.nan
             self._use(labels, step)
         else:
+            self._expected_s = period_s
             self.labels = labels
         self.survey.restart()
 
@@ -376,6 +380,8 @@ class Pilot:
             None if self.profile is None else self.profile.to_json(),
             tuple(plan.labels for plan in self._trials.plans),
             tuple(self._trials.times.items()),
+            self._has_chosen,
+            tuple(sorted(self._excluded)),
         )
         return memo.to_json()
 
@@ -391,6 +397,9 @@ class Pilot:
         if void or memo is None:
             return None
         self._units = tuple(Unit(names, 0.0, UNIFORM_CURVE) for names in memo.units)
+        self._excluded = frozenset(memo.excluded)
+        if self._excluded:
+            self._objection = self._find_objection() or OBJECTED_ELSEWHERE
         profile = memo.read_profile()
         if profile is not None:
             self._use_profile(profile)
@@ -399,6 +408,7 @@ class Pilot:
         self._trials = Trials(times=dict(memo.tried))
         if self._predictor is not None:
             self._trials.plans = [self._predictor.plan(labels) for labels in memo.finalists]
+        self._has_chosen = memo.has_chosen
         self._enter(memo.phase)
         self.labels = memo.labels
         if not self.labels:

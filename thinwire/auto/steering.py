@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOT_MEASURED = (
-    "Nothing has been measured under this method yet: call handle.measure() on every rank at the same step, train on for a dozen "
-    "steps, and ask again."
+    "Nothing has been measured under this method yet: call handle.measure() on every rank at the same step, train on for some "
+    "twenty steps, and ask again."
 )
 
 CLOSED = "The handle is closed: gradients are averaged as by plain DDP."

@@ -55,7 +55,7 @@ class Survey:
         elif turn == WARM_STEPS:
             self.restart()
         elif turn == LEAD_STEPS:
-            self._quiet = self.clock.measured()
+            self._quiet = self.clock.measured(typical=min)
             self.restart()
 
     def restart(self) -> None:
@@ -88,7 +88,9 @@ class Survey:
         units = cut_units(steps, parameters)
         labels = spread(in_force, sum(map(len, units)))
         if self._quiet is not None and self._quiet.units == steps.units:
-            steps = replace(steps, ready_s=self._quiet.ready_s)
+            # Whatever else delays a gradient, in one kind of step or the other: it could have come as early as it ever did.
+            earliest = tuple(map(min, self._quiet.ready_s, steps.ready_s))
+            steps = replace(steps, ready_s=earliest)
         profile = make_profile(
             steps,
             self._meter,

@@ -61,7 +61,7 @@ class Proposal:
 
 
 def propose(decision: Decision, now: Plan | None, silent_s: float, count: int) -> Proposal:
-    """At most `count` plans that are worth a trial, where `now` is the one in force; None before the first decision."""
+    """At most `count` plans that are worth a trial, and `now`, the one in force, which needs none; None before the first decision."""
     chosen, dense = decision.chosen, decision.dense
     if now is not None:
         # A plan is in force: it has to be worth while to leave it.
@@ -78,4 +78,4 @@ def propose(decision: Decision, now: Plan | None, silent_s: float, count: int) -
     why = f"{chosen.name} is predicted to take {1e3 * chosen.prediction.step_s:.1f} ms"
     worth_it = (chosen, now, *decision.finalists(count))
     labels = dict.fromkeys(plan.labels for plan in worth_it if plan is not None)
-    return Proposal(why, list(labels)[:count])
+    return Proposal(why, list(labels)[: count + (now is not None)])

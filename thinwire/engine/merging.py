@@ -27,7 +27,9 @@ class ReadyBucket:
     bucket: Bucket
     future: Future[Tensor]
     ready: Mark | None = None
-    """When it held its gradient, if its step is looked at."""
+    """When it held its gradient, if anybody looks."""
+    exposed: Mark | None = None
+    """The same, if the exposed time of its step is looked at."""
 
 
 class BucketMerger:
@@ -52,9 +54,9 @@ class BucketMerger:
         self._missing = parameters
         """Parameters that have not come in this backward."""
         self.quiet_backwards = 0
-        """So many of the next backwards are quiet. When it is set may differ between ranks, as what they send does not."""
+        """So many of the next backwards are quiet, on all ranks the same ones."""
         self._quiet = False
-        """Whether this backward is."""
+        """Whether this backward is, and nothing of it has gone on yet."""
         self._kept: list[list[ReadyBucket]] = []
         """Units of a quiet backward."""
         self._layouts: dict[BucketLayout, None] = {}
@@ -105,17 +107,22 @@ class BucketMerger:
         return [waiting] if waiting else []
 
     def take(self) -> list[list[ReadyBucket]]:
-        """All that waits."""
+        """All that waits. What comes later in this backward goes on at once."""
+        self._quiet = False
         kept, self._kept = self._kept, []
         return kept + self._join_waiting()
 
     def end(self) -> list[list[ReadyBucket]]:
         """The backward has ended: what waits."""
         self._usual = list(self._layouts)
-        return self.forget()
+        waiting = self.take()
+        self.forget()
+        return waiting
 
     def forget(self) -> list[list[ReadyBucket]]:
         """The backward is not to be learned from: what waits."""
+        # One that was to be quiet, and failed, was no step.
+        self.quiet_backwards += self._quiet
         self._layouts = {}
         self._missing = self._parameters
         return self.take()

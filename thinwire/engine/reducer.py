@@ -156,7 +156,7 @@ class Reducer:
         self._merger.enough = enough
 
     def keep_quiet(self, backwards: int) -> None:
-        """Encode and send nothing of the next so many backwards before their last gradient is there."""
+        """Encode and send nothing of the next so many backwards before their last gradient is there, or `flush` is called."""
         self._merger.quiet_backwards = backwards
 
     def _plan(self, method: Method, policy: Sequence[Rule]) -> Planner:
@@ -185,20 +185,21 @@ class Reducer:
         if self._merger.has_seen(bucket.layout):
             self.abandon()
         future = self.driver.new_future() if future is None else future
-        ready = ReadyBucket(bucket, future, self._mark())
+        ready = ReadyBucket(bucket, future, *self._look())
         for unit in self._merger.add(ready):
             self._hand_over(unit)
         return ready.future
 
-    def _mark(self) -> Mark | None:
-        """Now, on the stream of the backward, if somebody looks at this step."""
-        return Mark(self.device) if self.on_ready is not None else self.exposure.mark()
+    def _look(self) -> tuple[Mark | None, Mark | None]:
+        """Now, on the stream of the backward: for who asks when a bucket is ready, and for the exposed time."""
+        exposed = self.exposure.mark()
+        return (exposed or Mark(self.device) if self.on_ready is not None else None), exposed
 
     def reduce_named(self, gradients: Mapping[str, Tensor]) -> Future[Tensor]:
         """The same for tensors by name, which hold the update when the future is done."""
         bucket = self._named_buckets.fill(gradients)
         views, targets = views_of(bucket), list(gradients.values())
-        ready = ReadyBucket(bucket, self.driver.new_future(), self._mark())
+        ready = ReadyBucket(bucket, self.driver.new_future(), *self._look())
         self._hand_over([ready], lambda: torch._foreach_copy_(targets, views))
         return ready.future
 
@@ -272,10 +273,10 @@ class Reducer:
         with station(ENCODE):
             plan = self._enter(bucket)
             after = [] if then is None else [then]
-            mark = buckets[-1].ready
-            if self.on_ready is not None and mark is not None:
-                after.insert(0, self.on_ready(bucket, mark))
-            after += self.exposure.note(self.step, mark)
+            last = buckets[-1]
+            if self.on_ready is not None and last.ready is not None:
+                after.insert(0, self.on_ready(bucket, last.ready))
+            after += self.exposure.note(self.step, last.exposed)
             if self.replicas is not None and self.replicas.is_due(self.step + 1):
                 flats = [ready.bucket.flat for ready in buckets]
                 after.append(partial(self.replicas.note_update, flats))

@@ -14,8 +14,8 @@ from thinwire.validate import check_choice, check_positive_int, check_positive_n
 class Auto(Method):
     """Starts dense, measures real steps, predicts every candidate, tries the best and keeps the winner; then goes on watching.
 
-    Of all candidates whose step is within 5 % of the fastest (2 % where none is within 10 % of a step without communication), the
-    one that compresses least wins; where dense is among them nothing is compressed. `handle.advise()` tells what was found, and why.
+    Of all candidates whose step takes at most 10 % longer than one without communication, but no more than 5 % longer than the
+    fastest (and 2 % are always allowed), the one that compresses least wins; if that is dense, nothing is compressed. `handle.advise()` tells what was found, and why.
     What is safe depends on the optimizer: without `attach(..., optimizer=opt)` "safe" is dense only.
     """
 

@@ -1,8 +1,8 @@
 """The decision: every candidate predicted, and the least compression that costs no time.
 
 1. Find the fastest step T_min that any combination of candidates gives.
-2. Among the combinations within max(1.10 x the step without communication, 1.02 x T_min), but not beyond 1.03 x T_min, keep the most
-   energy.
+2. Among the combinations within 1.10 x the step without communication, but no less than 1.02 x and no more than 1.03 x T_min, keep the
+   most energy.
 Rounding keeps nearly all of it and selection less, so that ties go dense > bf16 > int8 > int4 > sparse by themselves.
 """
 
@@ -28,13 +28,14 @@ NEAR_FASTEST = 1.02
 KEPT_WITHIN = 1.05
 """What is kept for good takes no more than this many times the fastest that was tried, however near to no communication it is."""
 SOUGHT_WITHIN = 1.03
-"""So what is sought keeps some distance from that."""
+"""Less, because what is sought may take longer than predicted."""
 WORTH_A_TRIAL = 1.5
 """What is predicted to take this many times the fastest does not win, and trying it may take minutes on a slow link."""
 
 
 def find_deadline(silent_s: float, fastest_s: float, within: float) -> float:
-    """How long a step may take, so that nobody would want less of the gradient for a faster one."""
+    """How long a step may take: up to 10 % more than one without communication, but not above `within` times the fastest, nor below
+    1.02 times the fastest."""
     return min(max(NEAR_SILENT * silent_s, NEAR_FASTEST * fastest_s), within * fastest_s)
 
 

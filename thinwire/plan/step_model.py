@@ -101,11 +101,6 @@ class StepPrediction:
         """What communication and compression add to a step without them."""
         return self.step_s - self.silent_s
 
-    @property
-    def link_s(self) -> float:
-        """How long the link is busy. Buckets that travel together are there once."""
-        return sum(arrived - sent for sent, arrived in {(s.sent, s.arrived) for s in self.spans})
-
 
 def predict_step(conditions: Conditions, costs: Sequence[Cost]) -> StepPrediction:
     """A step in which every bucket has one of these costs."""
