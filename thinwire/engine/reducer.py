@@ -133,8 +133,7 @@ class Reducer:
         self.before_step: list[Callable[[int], None]] = []
         """Called with the number of a step that begins, in the thread that may use the network; they may `switch`."""
         self.on_ready: Callable[[Bucket, Mark], Callable[[], None]] | None = None
-        """Called with every bucket that is about to be encoded, and when it held its gradient, which may be long before; what it returns is
-        called when the update is there."""
+        """Called before a bucket is encoded, with the moment its gradient was there; what it returns is called when the update is."""
 
     @property
     def coalesce_bytes(self) -> int:
