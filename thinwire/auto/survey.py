@@ -49,7 +49,7 @@ class Survey:
         return self.clock.ready(bucket.layout, at)
 
     def lead_in(self, turn: int) -> None:
-        """A step begins: the first of all, or the turn-th after it. From LEAD_STEPS on they are timed."""
+        """A step begins; `turn` is its number, from 0 on. Steps from LEAD_STEPS on are timed as they are."""
         if turn == WARM_STEPS - 1:
             self.reducer.keep_quiet(QUIET_STEPS)
         elif turn == WARM_STEPS:
