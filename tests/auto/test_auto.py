@@ -12,6 +12,7 @@ import torch
 
 import thinwire as tw
 from tests.auto.workers import Brake, Job, Model, auto
+from tests.lanes import slow
 from tests.pool import Pool
 from thinwire.auto import profile_steps
 from thinwire.auto.survey import WARM_STEPS
@@ -83,7 +84,7 @@ def test_where_computing_slows_down_beside_the_exchange_dense_is_not_taken_for_f
 PAUSE_S = 0.4
 
 
-def pausing(rank: int, world: int) -> tuple[Any, list[str], float]:
+def pausing(rank: int, world: int) -> tuple[str, list[str], float]:
     """One rank stands still once, in the middle of a quiet backward."""
     job = Job(rank, auto(), width=256)
     Brake(job.handle, 2e7)
@@ -96,17 +97,21 @@ def pausing(rank: int, world: int) -> tuple[Any, list[str], float]:
             time.sleep(PAUSE_S)
 
     job.model.layers[1].register_full_backward_hook(pause)
-    job.run(STEPS)
+    for _ in range(STEPS):
+        job.step()
+        if pilot.phase != "measuring":
+            break
     assert pilot.profile is not None
-    return pilot.labels, [what for _, what in pilot.history], pilot.profile.conditions.silent_s
+    # Where dense is kept, that is without a trial.
+    return pilot.phase, [what for _, what in pilot.history], pilot.profile.conditions.silent_s
 
 
 def test_one_pause_does_not_make_a_step_look_long_without_communication(
     pools: Callable[[int], Pool],
 ) -> None:
-    for labels, told, silent_s in pools(2).run(pausing, timeout=120):
+    for phase, told, silent_s in pools(2).run(pausing, timeout=120):
         assert silent_s < PAUSE_S / 2
-        assert set(labels) != {"dense"}, told
+        assert phase == "trying", told
 
 
 def failing(rank: int, world: int, at: int) -> tuple[list[bool], str, Any]:
@@ -140,7 +145,7 @@ def failing(rank: int, world: int, at: int) -> tuple[list[bool], str, Any]:
     return failed, pilot.phase, [p.detach().sum().item() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("at", [0, pytest.param(1, marks=slow), 2, pytest.param(3, marks=slow)])
 def test_a_backward_that_fails_does_not_end_measuring(
     pools: Callable[[int], Pool], at: int
 ) -> None:
