@@ -145,7 +145,7 @@ def failing(rank: int, world: int, at: int) -> tuple[list[bool], str, Any]:
     return failed, pilot.phase, [p.detach().sum().item() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("at", [0, pytest.param(1, marks=slow), 2, pytest.param(3, marks=slow)])
+@pytest.mark.parametrize("at", [0, slow(1), 2, slow(3)])
 def test_a_backward_that_fails_does_not_end_measuring(
     pools: Callable[[int], Pool], at: int
 ) -> None:
