@@ -45,7 +45,7 @@ class StepMarks:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Of all steps together, in seconds from the moment at which the first unit is ready."""
+    """What several steps have in common, in seconds from the moment at which the first unit is ready."""
 
     units: tuple[Parts, ...]
     ready_s: tuple[float, ...]

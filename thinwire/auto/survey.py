@@ -88,7 +88,7 @@ class Survey:
         units = cut_units(steps, parameters)
         labels = spread(in_force, sum(map(len, units)))
         if self._quiet is not None and self._quiet.units == steps.units:
-            # Whatever else delays a gradient, in one kind of step or the other: it could have come as early as it ever did.
+            # A pause only ever adds. So the earliest moment counts, in whichever kind of step.
             earliest = tuple(map(min, self._quiet.ready_s, steps.ready_s))
             steps = replace(steps, ready_s=earliest)
         profile = make_profile(
