@@ -7,6 +7,7 @@ outlives its timeout ends the pool's processes, so no test can hang the suite.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import re
@@ -23,6 +24,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 GROUP_TIMEOUT = timedelta(seconds=60)
+TELLS_AFTER = 120.0
+"""Seconds after which a rank that is still busy prints where its threads are, before nobody waits any more."""
 PATIENCE = 150.0
 """Seconds that a job may take: a machine may be many times slower than this one, and pytest ends a test after 180."""
 
@@ -123,10 +126,12 @@ def _serve(
             job, args = pipe.recv()
         except EOFError:
             os._exit(0)
+        faulthandler.dump_traceback_later(TELLS_AFTER)
         try:
             reply = (True, job(rank, world, *args))
         except BaseException:
             reply = (False, traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
         left_names = False if keep_groups else _drop_extra_groups()
         with contextlib.suppress(BrokenPipeError):
             pipe.send((*reply, left_names))
