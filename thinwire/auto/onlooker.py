@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from thinwire.auto.council import Council
-from thinwire.auto.survey import LEAD_STEPS, WARM_STEPS, Survey
+from thinwire.auto.survey import LEAD_STEPS, Survey
 from thinwire.engine.reducer import Reducer
-from thinwire.layout import Bucket
-from thinwire.observe.clock import Mark
 from thinwire.plan.advice import Advice, advise_fixed
 from thinwire.plan.candidates import Candidate
 
@@ -37,10 +35,7 @@ class Onlooker:
             self._advice = Advice((), (alone,))
         else:
             reducer.before_step.append(self.begin_step)
-            reducer.on_ready = self.ready
-
-    def ready(self, bucket: Bucket, at: Mark) -> Callable[[], None]:
-        return self._survey.ready(bucket, at, look=self._turn == WARM_STEPS + 1)
+            reducer.on_ready = self._survey.ready
 
     def begin_step(self, step: int) -> None:
         self._survey.clock.begin_step()

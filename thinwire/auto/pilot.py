@@ -19,9 +19,7 @@ from thinwire.auto.memo import Memo
 from thinwire.auto.survey import LEAD_STEPS, WARM_STEPS, Survey, spread
 from thinwire.auto.trials import Trials, propose
 from thinwire.engine.reducer import Reducer
-from thinwire.layout import Bucket
 from thinwire.methods.base import Adaptive, Method
-from thinwire.observe.clock import Mark
 from thinwire.plan.advice import Advice, make_advice
 from thinwire.plan.candidates import Candidate
 from thinwire.plan.decision import Decision, Predictor, as_settings, describe
@@ -56,7 +54,7 @@ Switch = Callable[[Method, Sequence[Rule]], bool]
 
 
 class Pilot:
-    """One handle's. `begin_step` and `ready` are called by its reducer."""
+    """One handle's. `begin_step` is called by its reducer."""
 
     def __init__(
         self,
@@ -116,9 +114,6 @@ class Pilot:
 
     # -- called in every step ------------------------------------------------------------------------------------
 
-    def ready(self, bucket: Bucket, at: Mark) -> Callable[[], None]:
-        return self.survey.ready(bucket, at, look=self._turn == WARM_STEPS + 1)
-
     def begin_step(self, step: int) -> None:
         """What this step is for. Everything here depends on counts and agreed figures only."""
         self._clock.begin_step()
@@ -139,7 +134,7 @@ class Pilot:
         self.phase, self._turn = phase, 0
         self._has_chosen |= phase == WATCHING
         # Elsewhere only whole steps are timed.
-        self._reducer.on_ready = self.ready if phase == MEASURING else None
+        self._reducer.on_ready = self.survey.ready if phase == MEASURING else None
 
     # -- measuring -----------------------------------------------------------------------------------------------
 

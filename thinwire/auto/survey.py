@@ -38,18 +38,21 @@ class Survey:
         """What encoding and decoding take by candidate; measured once."""
         self.council = council
         self._meter = EnergyMeter()
+        self._looks = False
+        """Whether magnitudes of gradients are counted in this step."""
         self._traffic = Traffic(council.place.world)
         self._quiet: MeasuredSteps | None = None
         """What was seen of the last quiet steps."""
 
-    def ready(self, bucket: Bucket, at: Mark, *, look: bool) -> Callable[[], None]:
-        """A bucket, ready at this mark, is about to be encoded. `look` has the magnitudes of its gradient counted, too."""
-        if look:
+    def ready(self, bucket: Bucket, at: Mark) -> Callable[[], None]:
+        """A bucket, ready at this mark, is about to be encoded."""
+        if self._looks:
             self._meter.look(bucket.layout, bucket.flat)
         return self.clock.ready(bucket.layout, at)
 
     def lead_in(self, turn: int) -> None:
         """A step begins; `turn` is its number, from 0 on. Steps from LEAD_STEPS on are timed as they are."""
+        self._looks = turn == WARM_STEPS
         if turn == WARM_STEPS - 1:
             self.reducer.keep_quiet(QUIET_STEPS)
         elif turn == WARM_STEPS:
